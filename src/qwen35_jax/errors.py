@@ -1,0 +1,25 @@
+"""Errors that a person can act on. The command line prints them as one line and exits with status 2."""
+
+
+class Qwen35Error(ValueError):
+    """Base of every error that bad input raises: says what was found, what was expected and what to do."""
+
+
+class ConfigError(Qwen35Error):
+    """A field of `config.json` is missing, invalid or contradicts another."""
+
+
+class CheckpointError(Qwen35Error):
+    """A weight file, its index or a tensor in it is missing, malformed or not what the config asks for."""
+
+
+class PromptError(Qwen35Error):
+    """A prompt or a generation setting that cannot be run: empty, too long, or out of range."""
+
+
+class CapacityError(Qwen35Error):
+    """A write would pass the end of the cache."""
+
+
+class NonFiniteError(Qwen35Error):
+    """Logits hold NaN or infinity: the weights or the numerics are broken, and any answer would be noise."""
