@@ -1,0 +1,28 @@
+"""What every test shares: a CPU backend, float64 on request, and how hypothesis runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+# Before jax starts: tests run on the CPU unless the caller names another platform, and compile afresh,
+# so that a stale cache can neither hide a broken program nor speed up a count of compilations.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+
+import hypothesis
+import jax
+import pytest
+
+# Compilation makes the first example of a test slow, so no example has a deadline. On CI the examples are
+# the same every time: a change is judged by its own merits; runs by hand go on looking for new ones.
+hypothesis.settings.register_profile("default", deadline=None, print_blob=True)
+hypothesis.settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+@pytest.fixture
+def x64() -> Iterator[None]:
+    """Float64 for the duration of one test. Arrays made before or after it keep their float32."""
+    with jax.enable_x64(True):
+        yield
