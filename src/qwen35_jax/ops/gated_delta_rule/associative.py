@@ -1,0 +1,71 @@
+"""The gated delta rule as a composition of affine maps, one per chunk.
+
+A chunk takes the state S to A S + B. Maps compose, (A2, B2) after (A1, B1) = (A2 A1, A2 B1 + B2), and composition is
+associative: chunks (or whole devices, each holding part of the sequence) can be reduced in a tree. Within one device
+the walk of `chunked` is several times faster, since A is a key_dim x key_dim matrix per chunk and value head.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from qwen35_jax.ops.gated_delta_rule.chunk import Chunk, ChunkTerms, advance, chunk_terms, join, split
+
+HIGHEST = jax.lax.Precision.HIGHEST
+
+
+class StateMap(NamedTuple):
+    """S -> `transition` S + `write`."""
+
+    transition: Float[Array, "*chunks key_heads group key_dim key_dim"]
+    write: Float[Array, "*chunks key_heads group key_dim value_dim"]
+
+    def __call__(
+        self, state: Float[Array, "*chunks key_heads group key_dim value_dim"]
+    ) -> Float[Array, "*chunks key_heads group key_dim value_dim"]:
+        return jnp.matmul(self.transition, state, precision=HIGHEST) + self.write
+
+
+def compose(first: StateMap, second: StateMap) -> StateMap:
+    """The map that does `first`, then `second`."""
+    transition = jnp.matmul(second.transition, first.transition, precision=HIGHEST)
+    return StateMap(transition, second(first.write))
+
+
+def chunk_map(chunk: Chunk, terms: ChunkTerms) -> StateMap:
+    """What the chunk does to any state it is entered with."""
+    tail = jnp.einsum(
+        "...kid,...krij->...krdj", chunk.k, terms.to_state[..., :, None] * terms.inverse, precision=HIGHEST
+    )
+    tail = tail * chunk.beta[..., None, :]
+    forget = jnp.einsum(
+        "...krdj,...kjc->...krdc", tail * terms.from_state[..., None, :], chunk.k, precision=HIGHEST
+    )
+    identity = jnp.eye(chunk.k.shape[-1], dtype=chunk.k.dtype)
+    transition = terms.from_state[..., -1, None, None] * identity - forget
+    return StateMap(transition, jnp.matmul(tail, chunk.v, precision=HIGHEST))
+
+
+def associative(
+    q: Float[Array, "batch time key_heads key_dim"],
+    k: Float[Array, "batch time key_heads key_dim"],
+    v: Float[Array, "batch time key_heads group value_dim"],
+    log_decay: Float[Array, "batch time key_heads group"],
+    beta: Float[Array, "batch time key_heads group"],
+    state: Float[Array, "batch key_heads group key_dim value_dim"],
+    segments: Int[Array, "batch time"] | None,
+    chunk_size: int,
+) -> tuple[
+    Float[Array, "batch time key_heads group value_dim"],
+    Float[Array, "batch key_heads group key_dim value_dim"],
+]:
+    """All chunks at once: their maps, composed in a tree, give the state before each chunk."""
+    chunks = split(q, k, v, log_decay, beta, segments, chunk_size)
+    terms = chunk_terms(chunks)
+    maps = jax.lax.associative_scan(compose, chunk_map(chunks, terms))
+    after = maps(state)
+    before = jnp.concatenate([state[None], after[:-1]])
+    _, outputs = advance(before, chunks, terms)
+    return join(outputs, q.shape[1]), after[-1]
