@@ -1,0 +1,128 @@
+"""Entry point of `qwen35`: finds the command, reads its options, and turns errors into one line.
+
+Every command is a module of this package with `HELP: str`, `configure(parser)` and `run(args) -> int`,
+imported only when it is asked for, so that `qwen35 --help` does not wait for JAX.
+
+Exit status: 0 done, 1 a check did not hold (`verify`), 2 bad usage or input, 130 interrupted,
+141 the reader of standard output went away.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import importlib.metadata
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import NoReturn
+
+from qwen35_jax.cli import options
+from qwen35_jax.errors import Qwen35Error
+
+COMMANDS = {
+    "generate": "continue a prompt",
+    "convert": "turn a Hugging Face checkpoint into an Orbax one",
+    "export": "write a checkpoint in Hugging Face layout",
+    "spec": "print a model's graph, tensor shapes and parameter counts",
+    "verify": "compare a model with transformers, node by node",
+}
+
+USAGE_ERROR = 2
+INTERRUPTED = 128 + 2  # what a shell reports for SIGINT
+OUTPUT_CLOSED = 128 + 13  # and for SIGPIPE
+
+
+class _OneLineParser(argparse.ArgumentParser):
+    """An ArgumentParser whose complaint is one line, instead of the whole usage followed by one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USAGE_ERROR, f"qwen35: error: {message} (see `{self.prog} --help`)\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command line and returns its exit status.
+
+    Args:
+      argv: the arguments after the program's name; those of this process when None.
+
+    Raises:
+      SystemExit: from argparse, after `--help` (status 0) or a usage error (status 2).
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        status = _dispatch(arguments)
+        sys.stdout.flush()
+        return status
+    except Qwen35Error as error:
+        return _fail(str(error))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Python flushes standard output once more on its way out: give it somewhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OUTPUT_CLOSED
+    except OSError as error:
+        # A full disk, a missing permission: the system's own words name the file.
+        return _fail(str(error))
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments:
+        sys.stderr.write(_overview())
+        return USAGE_ERROR
+    name, rest = arguments[0], arguments[1:]
+    if name in ("-h", "--help", "help"):
+        sys.stdout.write(_overview())
+        return 0
+    if name in ("-V", "--version"):
+        sys.stdout.write(_version() + "\n")
+        return 0
+    if name not in COMMANDS:
+        return _fail(_unknown(name))
+    command = _load(name)
+    parser = _OneLineParser(prog=f"qwen35 {name}", description=command.HELP, allow_abbrev=False)
+    command.configure(parser)
+    args = parser.parse_args(rest)
+    with options.precision(args):
+        return command.run(args)
+
+
+def _load(name: str) -> ModuleType:
+    return importlib.import_module(f"qwen35_jax.cli.{name}")
+
+
+def _fail(message: str) -> int:
+    sys.stderr.write(f"qwen35: error: {' '.join(message.split())}\n")
+    return USAGE_ERROR
+
+
+def _unknown(name: str) -> str:
+    if name.startswith("-"):
+        return f"unknown option {name!r}: a command comes first (see `qwen35 --help`)"
+    near = difflib.get_close_matches(name, COMMANDS, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"the commands are {', '.join(COMMANDS)}"
+    return f"no command {name!r}: {hint}"
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [
+        "usage: qwen35 COMMAND [OPTIONS]",
+        "",
+        "The Qwen3.5 model family in JAX.",
+        "",
+        *(f"  {name:<{width}}  {summary}" for name, summary in COMMANDS.items()),
+        "",
+        "`qwen35 COMMAND --help` tells a command's options; `qwen35 --version` the versions in use.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _version() -> str:
+    parts = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "flax")]
+    parts.append(f"Python {platform.python_version()}")
+    return f"qwen35 {importlib.metadata.version('qwen35-jax')} ({', '.join(parts)})"
