@@ -1,0 +1,93 @@
+"""Short depthwise causal convolution over time, as in front of the delta rule."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from qwen35_jax.ops.segments import segment_index
+
+
+def causal_conv(
+    x: Float[Array, "batch time *channels"],
+    weight: Float[Array, "kernel *channels"],
+    *,
+    window: Float[Array, "batch kernel-1 *channels"] | None = None,
+    segment_ids: Int[Array, "batch time"] | None = None,
+) -> tuple[Float[Array, "batch time *channels"], Float[Array, "batch kernel-1 *channels"]]:
+    """y[t] = sum over j of weight[j] * x[t - (kernel - 1) + j], each channel by itself; no bias, no activation.
+
+    The last tap belongs to the current token (cross-correlation, as torch.nn.Conv1d). Padding counts as not there: it is
+    read as zero, gives zero, and leaves the window as it was. A tap never reaches over a cut (see `ops.segments`).
+
+    Args:
+      x: inputs. There may be any number of channel axes (heads, dim).
+      weight: taps, oldest first.
+      window: the inputs of the kernel - 1 real tokens before this call, oldest first; zeros when None. They are taken to
+        stand directly before the first real token of each row.
+      segment_ids: 0 for padding, positive numbers for documents; None when every token is real and of one document.
+
+    Returns:
+      y, and the window for the next call: the last kernel - 1 real inputs of the last segment, zeros where that segment
+      is shorter. Sums run in float32 (float64); both results have the dtype of `x`.
+
+    Raises:
+      ValueError: a shape does not fit.
+    """
+    batch, time, *channels = x.shape
+    kernel = weight.shape[0]
+    reach = kernel - 1
+    if weight.shape[1:] != tuple(channels):
+        raise ValueError(f"weight: channel axes {weight.shape[1:]}, expected those of x, {tuple(channels)}")
+    if window is None:
+        window = jnp.zeros((batch, reach, *channels), x.dtype)
+    elif window.shape != (batch, reach, *channels):
+        raise ValueError(f"window: shape {window.shape}, expected {(batch, reach, *channels)}")
+    window = window.astype(x.dtype)
+
+    if segment_ids is None:
+        history = jnp.concatenate([window, x], axis=1)
+        taps = [history[:, j : j + time] for j in range(kernel)]
+        return _weighted_sum(taps, weight, x.dtype), history[:, time:]
+
+    real = segment_ids != 0
+    any_real = jnp.any(real, axis=1)
+    first = jnp.where(any_real, jnp.argmax(real, axis=1), time)
+    end = jnp.where(any_real, time - jnp.argmax(real[:, ::-1], axis=1), time)
+    padded = jnp.pad(_keep(real, x), ((0, 0), (reach, 0)) + ((0, 0),) * len(channels))
+    history = jax.vmap(lambda row, carried, at: lax.dynamic_update_slice_in_dim(row, carried, at, 0))(
+        padded, window, first
+    )
+    # The carried window and leading padding belong to segment 0, as the first real token does.
+    index = segment_index(segment_ids)
+    history_index = jnp.pad(index, ((0, 0), (reach, 0)))
+
+    taps = [
+        _keep(real & (history_index[:, j : j + time] == index), history[:, j : j + time]) for j in range(kernel)
+    ]
+    last_rows, last_index = jax.vmap(
+        lambda row, row_index, at: (
+            lax.dynamic_slice_in_dim(row, at, reach, 0),
+            lax.dynamic_slice_in_dim(row_index, at, reach, 0),
+        )
+    )(history, history_index, end)
+    return _weighted_sum(taps, weight, x.dtype), _keep(last_index == index[:, -1:], last_rows)
+
+
+def _weighted_sum(
+    taps: list[Float[Array, "batch time *channels"]], weight: Float[Array, "kernel *channels"], dtype: jnp.dtype
+) -> Float[Array, "batch time *channels"]:
+    wide = jnp.promote_types(jnp.promote_types(dtype, weight.dtype), jnp.float32)
+    weight = weight.astype(wide)
+    total = taps[0].astype(wide) * weight[0]
+    for tap, tap_weight in zip(taps[1:], weight[1:], strict=True):
+        total += tap.astype(wide) * tap_weight
+    return total.astype(dtype)
+
+
+def _keep(
+    mask: Bool[Array, "batch time"], x: Float[Array, "batch time *channels"]
+) -> Float[Array, "batch time *channels"]:
+    return jnp.where(mask.reshape(mask.shape + (1,) * (x.ndim - 2)), x, 0)
