@@ -1,0 +1,15 @@
+"""Model configuration: what a Hugging Face `config.json` of the Qwen3.5 family says, as frozen dataclasses."""
+
+from qwen35_jax.config.model import ModelConfig, require_dense_text
+from qwen35_jax.config.text import LayerKind, MoEConfig, RopeConfig, TextConfig
+from qwen35_jax.config.vision import VisionConfig
+
+__all__ = [
+    "LayerKind",
+    "MoEConfig",
+    "ModelConfig",
+    "RopeConfig",
+    "TextConfig",
+    "VisionConfig",
+    "require_dense_text",
+]
