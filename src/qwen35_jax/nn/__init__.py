@@ -1,0 +1,1 @@
+"""Flax NNX modules: each is its parameters and a pure forward."""

@@ -1,0 +1,154 @@
+"""The decoding state as one pytree: what a model remembers of the tokens that it has consumed.
+
+Attention layers keep a key and a value per token. Gated DeltaNet layers keep a matrix per head and the last few
+inputs of their convolution, whatever the length. All leaves are stacked over the repeats of the layer pattern, as
+the parameters are. Functions take a cache and return the next one; nothing is changed in place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from qwen35_jax.config import TextConfig
+from qwen35_jax.errors import CapacityError
+from qwen35_jax.layer_groups import layer_groups
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DeltaNetCache:
+    """Memory of one Gated DeltaNet layer (in a `Cache`, of that layer in all repeats of the pattern).
+
+    Attributes:
+        window_q: last kernel - 1 inputs of the query's convolution, before the activation.
+        window_k: the same of the key's.
+        window_v: the same of the value's.
+        state: the matrix of each head, float32 whatever the compute dtype (float64 in a float64 model).
+    """
+
+    window_q: Float[Array, "*repeats batch window key_heads key_dim"]
+    window_k: Float[Array, "*repeats batch window key_heads key_dim"]
+    window_v: Float[Array, "*repeats batch window value_heads value_dim"]
+    state: Float[Array, "*repeats batch value_heads key_dim value_dim"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AttentionCache:
+    """Keys (normed and rotated) and values of one attention layer, a slot per consumed token."""
+
+    key: Float[Array, "*repeats batch capacity kv_heads head_dim"]
+    value: Float[Array, "*repeats batch capacity kv_heads head_dim"]
+
+
+LayerCache = DeltaNetCache | AttentionCache
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """The memory of a whole model.
+
+    Attributes:
+        groups: for each layer group, for each position of its pattern, that layer's memory with a leading
+            `repeats` axis.
+        lengths: tokens consumed by each row; padding does not count.
+        capacity: tokens that each row has room for.
+    """
+
+    groups: tuple[tuple[LayerCache, ...], ...]
+    lengths: Int[Array, " batch"]
+    capacity: int = dataclasses.field(metadata={"static": True})
+
+    def check_room(self, new_tokens: Int[Array, " batch"] | int) -> None:
+        """Raises `CapacityError` where a row has no room for that many more tokens.
+
+        Reads `lengths` from the device. Under a trace the lengths are unknown and nothing is checked: a caller that
+        jits its own loop checks once before it, as `qwen35_jax.inference` does.
+        """
+        if isinstance(self.lengths, jax.core.Tracer) or isinstance(new_tokens, jax.core.Tracer):
+            return
+        wanted = jax.device_get(self.lengths + new_tokens)
+        row = int(wanted.argmax())
+        if wanted[row] > self.capacity:
+            raise CapacityError(
+                f"cache: row {row} would hold {wanted[row]} tokens, but the capacity is {self.capacity}; "
+                f"make the cache with init_cache(..., capacity={wanted[row]}) or shorten the prompt"
+            )
+
+
+def init_cache(config: TextConfig, *, batch: int, capacity: int, dtype: DTypeLike) -> Cache:
+    """An empty cache.
+
+    Args:
+        config: the text model's configuration.
+        batch: rows.
+        capacity: tokens that each row has room for.
+        dtype: the compute dtype of the model; states are float32, or float64 in a float64 model.
+    """
+    window = config.linear_conv_kernel_dim - 1
+    keys = (config.linear_num_key_heads, config.linear_key_head_dim)
+    values = (config.linear_num_value_heads, config.linear_value_head_dim)
+    state = (config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim)
+    state_dtype = jnp.promote_types(dtype, jnp.float32)
+
+    def delta_net(repeats: int) -> DeltaNetCache:
+        return DeltaNetCache(
+            window_q=jnp.zeros((repeats, batch, window, *keys), dtype),
+            window_k=jnp.zeros((repeats, batch, window, *keys), dtype),
+            window_v=jnp.zeros((repeats, batch, window, *values), dtype),
+            state=jnp.zeros((repeats, batch, *state), state_dtype),
+        )
+
+    def attention(repeats: int) -> AttentionCache:
+        shape = (repeats, batch, capacity, config.num_key_value_heads, config.head_dim)
+        return AttentionCache(key=jnp.zeros(shape, dtype), value=jnp.zeros(shape, dtype))
+
+    return Cache(
+        groups=tuple(
+            tuple(
+                delta_net(group.repeats) if kind == "linear_attention" else attention(group.repeats)
+                for kind in group.pattern
+            )
+            for group in layer_groups(config.layer_types)
+        ),
+        lengths=jnp.zeros((batch,), jnp.int32),
+        capacity=capacity,
+    )
+
+
+def advance(
+    cache: Cache, updates: tuple[tuple[LayerCache, ...], ...], real: Int[Array, "batch time"]
+) -> Cache:
+    """The cache after a call.
+
+    Args:
+        cache: before the call.
+        updates: per layer, the new DeltaNet memory, or the keys and values of the call's tokens.
+        real: true where a token is not padding. Padding is written nowhere and counts nowhere.
+    """
+    order = jnp.cumsum(real, axis=1) - 1
+    slots = jnp.where(real, cache.lengths[:, None] + order, cache.capacity)
+    rows = jnp.arange(real.shape[0])[:, None]
+
+    def write(stacked: Array, new: Array) -> Array:
+        return stacked.at[:, rows, slots].set(new.astype(stacked.dtype), mode="drop")
+
+    def next_layer(old: LayerCache, update: LayerCache) -> LayerCache:
+        if isinstance(old, AttentionCache):
+            return AttentionCache(write(old.key, update.key), write(old.value, update.value))
+        return update
+
+    return Cache(
+        groups=tuple(
+            tuple(map(next_layer, olds, news))
+            for olds, news in zip(cache.groups, updates, strict=True)
+        ),
+        lengths=cache.lengths + real.sum(axis=1, dtype=cache.lengths.dtype),
+        capacity=cache.capacity,
+    )

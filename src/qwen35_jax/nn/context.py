@@ -1,0 +1,26 @@
+"""What every layer of one call needs to know about its tokens, computed once before the stack."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+from jaxtyping import Array, Float, Int
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TokenContext:
+    """Where each token stands.
+
+    Attributes:
+        rotary_cos: cosines of the rotary phases, in float32 (float64 in a float64 model).
+        rotary_sin: their sines.
+        segment_ids: 0 marks padding, positive numbers are documents; None means one document, no padding.
+        past_lengths: tokens that each row's cache holds already; None without a cache.
+    """
+
+    rotary_cos: Float[Array, "batch time rotary_half"]
+    rotary_sin: Float[Array, "batch time rotary_half"]
+    segment_ids: Int[Array, "batch time"] | None
+    past_lengths: Int[Array, " batch"] | None

@@ -1,0 +1,157 @@
+"""The stack of decoder layers, run as one `jax.lax.scan` per repeated pattern of layers.
+
+Parameters and caches of a pattern are stacked over its repeats, so tracing and compile time do not grow with depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from qwen35_jax.cache import LayerCache
+from qwen35_jax.config import LayerKind, TextConfig
+from qwen35_jax.layer_groups import layer_groups
+from qwen35_jax.nn.context import TokenContext
+from qwen35_jax.nn.gated_attention import GatedAttention
+from qwen35_jax.nn.gated_delta_net import GatedDeltaNet
+from qwen35_jax.nn.mlp import MLP
+from qwen35_jax.nn.norm import RMSNorm
+
+Hidden = Float[Array, "batch time embed"]
+
+
+class DecoderLayer(nnx.Module):
+    """A mixer over time and a feed-forward, each after a norm and onto the residual.
+
+    Source: `Qwen3_5DecoderLayer` of the reference implementation.
+    """
+
+    def __init__(
+        self, config: TextConfig, kind: LayerKind, *, parameter_dtype: DTypeLike, rngs: nnx.Rngs
+    ):
+        def norm() -> RMSNorm:
+            return RMSNorm(
+                config.hidden_size,
+                eps=config.rms_norm_eps,
+                parameter_dtype=parameter_dtype,
+                rngs=rngs,
+            )
+
+        mixer = GatedDeltaNet if kind == "linear_attention" else GatedAttention
+        self.input_norm = norm()
+        self.mixer = mixer(config, parameter_dtype=parameter_dtype, rngs=rngs)
+        self.post_attn_norm = norm()
+        self.mlp = MLP(
+            config.hidden_size,
+            config.intermediate_size,
+            initializer_range=config.initializer_range,
+            parameter_dtype=parameter_dtype,
+            rngs=rngs,
+        )
+
+    def __call__(
+        self, x: Hidden, context: TokenContext, cache: LayerCache | None
+    ) -> tuple[Hidden, LayerCache]:
+        """One layer. Returns the residual stream and what the mixer remembers of these tokens."""
+        with jax.named_scope("input_norm"):
+            normed = self.input_norm(x)
+        mixed, update = self.mixer(normed, context, cache)
+        with jax.named_scope("attn_residual"):
+            x = x + mixed
+        with jax.named_scope("post_attn_norm"):
+            normed = self.post_attn_norm(x)
+        fed_forward = self.mlp(normed)
+        with jax.named_scope("mlp_residual"):
+            x = x + fed_forward
+        return x, update
+
+
+class Motif(nnx.Module):
+    """One repeat of a layer pattern, written out: for the published models three DeltaNet layers, one attention."""
+
+    def __init__(
+        self,
+        config: TextConfig,
+        pattern: tuple[LayerKind, ...],
+        *,
+        parameter_dtype: DTypeLike,
+        rngs: nnx.Rngs,
+    ):
+        self.layers = nnx.List(
+            DecoderLayer(config, kind, parameter_dtype=parameter_dtype, rngs=rngs)
+            for kind in pattern
+        )
+
+    def __call__(
+        self, x: Hidden, context: TokenContext, caches: tuple[LayerCache, ...] | None
+    ) -> tuple[Hidden, tuple[LayerCache, ...]]:
+        updates = []
+        for position, layer in enumerate(self.layers):
+            x, update = layer(x, context, None if caches is None else caches[position])
+            updates.append(update)
+        return x, tuple(updates)
+
+
+class Decoder(nnx.Module):
+    """All layers. `groups` holds one motif per layer group, its parameters stacked over the repeats."""
+
+    def __init__(self, config: TextConfig, *, parameter_dtype: DTypeLike, rngs: nnx.Rngs):
+        self.groups = nnx.List(
+            _stack(
+                lambda rngs, pattern=group.pattern: Motif(
+                    config, pattern, parameter_dtype=parameter_dtype, rngs=rngs
+                ),
+                group.repeats,
+                rngs,
+            )
+            for group in layer_groups(config.layer_types)
+        )
+
+    def __call__(
+        self,
+        x: Hidden,
+        context: TokenContext,
+        caches: tuple[tuple[LayerCache, ...], ...] | None,
+        *,
+        rematerialize: bool,
+    ) -> tuple[Hidden, tuple[tuple[LayerCache, ...], ...] | None]:
+        """Runs the stack.
+
+        Args:
+            x: embedded tokens.
+            context: where each token stands.
+            caches: memory before these tokens, as `Cache.groups`; None keeps none and returns none.
+            rematerialize: recompute each motif in the backward pass instead of keeping its inner values.
+        """
+        updates = []
+        for index, stacked in enumerate(self.groups):
+            graphdef, parameters = nnx.split(stacked)
+
+            def run_motif(x, scanned, graphdef=graphdef):
+                parameters, caches = scanned
+                x, updates = nnx.merge(graphdef, parameters)(x, context, caches)
+                return x, None if caches is None else updates
+
+            body = jax.checkpoint(run_motif, prevent_cse=False) if rematerialize else run_motif
+            x, update = jax.lax.scan(
+                body, x, (parameters, None if caches is None else caches[index])
+            )
+            updates.append(update)
+        return x, None if caches is None else tuple(updates)
+
+
+def _stack(make: Callable[[nnx.Rngs], nnx.Module], repeats: int, rngs: nnx.Rngs) -> nnx.Module:
+    """A module whose parameters are those of `repeats` independent ones, stacked on a leading axis."""
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
+    keys = jax.random.split(rngs.params(), repeats)
+    stacked = jax.vmap(lambda key: nnx.state(make(nnx.Rngs(key))))(keys)
+    stacked = jax.tree.map(
+        lambda variable: variable.replace(axes=("repeats", *variable.axes)),
+        stacked,
+        is_leaf=lambda node: isinstance(node, nnx.Variable),
+    )
+    return nnx.merge(graphdef, stacked)

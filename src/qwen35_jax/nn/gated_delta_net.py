@@ -1,0 +1,165 @@
+"""Gated DeltaNet: a layer whose memory is one key_dim x value_dim matrix per head.
+
+Each token fades the matrix, asks it what it holds for the token's key, writes the difference to the
+token's value, and reads it with the token's query (Yang et al. 2024, "Gated Delta Networks", section 3).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from qwen35_jax.cache import DeltaNetCache
+from qwen35_jax.config import TextConfig
+from qwen35_jax.nn.context import TokenContext
+from qwen35_jax.nn.parameter import compute_dtype_for_state, normal, ones, parameter
+from qwen35_jax.ops.causal_conv import causal_conv
+from qwen35_jax.ops.gated_delta_rule import gated_delta_rule
+from qwen35_jax.ops.norms import gated_rms_norm, l2_normalize
+
+Queries = Float[Array, "batch time key_heads key_dim"]
+Keys = Float[Array, "batch time key_heads key_dim"]
+Values = Float[Array, "batch time value_heads value_dim"]
+PerHead = Float[Array, "batch time value_heads"]
+State = Float[Array, "batch value_heads key_dim value_dim"]
+Windows = tuple[Array, Array, Array]
+
+
+def _log_of_uniform_decay_rate(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
+    """A_log such that exp(A_log) is uniform in (0, 16), the range of the reference's initialisation."""
+    return jnp.log(jax.random.uniform(key, shape, minval=1e-3, maxval=16.0)).astype(dtype)
+
+
+def _inverse_softplus_of_time_step(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
+    """dt_bias such that softplus(dt_bias) is log-uniform in (0.001, 0.1): heads start fast and slow."""
+    step = jnp.exp(jax.random.uniform(key, shape, minval=jnp.log(1e-3), maxval=jnp.log(1e-1)))
+    return (step + jnp.log(-jnp.expm1(-step))).astype(dtype)
+
+
+class GatedDeltaNet(nnx.Module):
+    """The linear-attention mixer. Its methods are the nodes of the graph, in order.
+
+    Source: `Qwen3_5GatedDeltaNet` of the reference implementation; weights keep its [out, in] order, cut into
+    parts and heads so that a mesh never cuts across parts.
+    """
+
+    def __init__(self, config: TextConfig, *, parameter_dtype: DTypeLike, rngs: nnx.Rngs):
+        embed = {"embed": config.hidden_size}
+        kernel = {"kernel": config.linear_conv_kernel_dim}
+        key_heads = {"key_heads": config.linear_num_key_heads}
+        value_heads = {"value_heads": config.linear_num_value_heads}
+        keys = key_heads | {"key_dim": config.linear_key_head_dim}
+        values = value_heads | {"value_dim": config.linear_value_head_dim}
+        init = normal(config.initializer_range)
+        conv_init = normal(config.linear_conv_kernel_dim**-0.5)
+
+        self.q_weight = parameter(rngs, init, keys | embed, parameter_dtype)
+        self.k_weight = parameter(rngs, init, keys | embed, parameter_dtype)
+        self.v_weight = parameter(rngs, init, values | embed, parameter_dtype)
+        self.z_weight = parameter(rngs, init, values | embed, parameter_dtype)
+        self.b_weight = parameter(rngs, init, value_heads | embed, parameter_dtype)
+        self.a_weight = parameter(rngs, init, value_heads | embed, parameter_dtype)
+        self.conv_q = parameter(rngs, conv_init, kernel | keys, parameter_dtype)
+        self.conv_k = parameter(rngs, conv_init, kernel | keys, parameter_dtype)
+        self.conv_v = parameter(rngs, conv_init, kernel | values, parameter_dtype)
+        self.A_log = parameter(rngs, _log_of_uniform_decay_rate, value_heads, jnp.float32)
+        self.dt_bias = parameter(rngs, _inverse_softplus_of_time_step, value_heads, jnp.float32)
+        self.norm_weight = parameter(
+            rngs, ones, {"value_dim": config.linear_value_head_dim}, jnp.float32
+        )
+        self.out_weight = parameter(rngs, init, embed | values, parameter_dtype)
+        self.eps = config.rms_norm_eps
+        self.gate_activation = config.output_gate_type
+
+    def __call__(
+        self,
+        x: Float[Array, "batch time embed"],
+        context: TokenContext,
+        cache: DeltaNetCache | None,
+    ) -> tuple[Float[Array, "batch time embed"], DeltaNetCache]:
+        """Mixes over time.
+
+        Args:
+            x: normed hidden values.
+            context: segment ids of the tokens; padding changes neither window nor state.
+            cache: conv windows and state before the first token, or None for an empty memory.
+
+        Returns:
+            The layer's contribution to the residual, and the cache after the last real token of each row.
+        """
+        windows = None if cache is None else (cache.window_q, cache.window_k, cache.window_v)
+        state = None if cache is None else cache.state
+        q, k, v, z, b, a = self.in_proj(x)
+        q, k, v, windows = self.conv(q, k, v, windows, context.segment_ids)
+        o, state = self.core(q, k, v, b, a, state, context.segment_ids)
+        o = self.norm(o, z)
+        return self.out_proj(o), DeltaNetCache(*windows, state)
+
+    @jax.named_scope("gdn.in_proj")
+    def in_proj(
+        self, x: Float[Array, "batch time embed"]
+    ) -> tuple[Queries, Keys, Values, Values, PerHead, PerHead]:
+        """q, k, v for the memory, z for the output gate, b for the write strength, a for the decay."""
+
+        def project(weight: nnx.Param, equation: str) -> Array:
+            return jnp.einsum(equation, x, weight[...].astype(x.dtype))
+
+        q = project(self.q_weight, "btd,hkd->bthk")
+        k = project(self.k_weight, "btd,hkd->bthk")
+        v = project(self.v_weight, "btd,hvd->bthv")
+        z = project(self.z_weight, "btd,hvd->bthv")
+        b = project(self.b_weight, "btd,hd->bth")
+        a = project(self.a_weight, "btd,hd->bth")
+        return q, k, v, z, b, a
+
+    @jax.named_scope("gdn.conv")
+    def conv(
+        self,
+        q: Queries,
+        k: Keys,
+        v: Values,
+        windows: Windows | None,
+        segment_ids: Int[Array, "batch time"] | None,
+    ) -> tuple[Queries, Keys, Values, Windows]:
+        """SiLU of a causal convolution over the last few tokens, each channel by itself."""
+        window_q, window_k, window_v = (None, None, None) if windows is None else windows
+        q, window_q = causal_conv(q, self.conv_q[...], window=window_q, segment_ids=segment_ids)
+        k, window_k = causal_conv(k, self.conv_k[...], window=window_k, segment_ids=segment_ids)
+        v, window_v = causal_conv(v, self.conv_v[...], window=window_v, segment_ids=segment_ids)
+        return jax.nn.silu(q), jax.nn.silu(k), jax.nn.silu(v), (window_q, window_k, window_v)
+
+    @jax.named_scope("gdn.core")
+    def core(
+        self,
+        q: Queries,
+        k: Keys,
+        v: Values,
+        b: PerHead,
+        a: PerHead,
+        state: State | None,
+        segment_ids: Int[Array, "batch time"] | None,
+    ) -> tuple[Values, State]:
+        """The gated delta rule, with its gates; everything in float32 (float64 in a float64 model)."""
+        dtype = compute_dtype_for_state(v.dtype)
+        q = l2_normalize(q) * q.shape[-1] ** -0.5
+        k = l2_normalize(k)
+        beta = jax.nn.sigmoid(b.astype(dtype))
+        rate = jnp.exp(self.A_log[...].astype(dtype))
+        log_decay = -rate * jax.nn.softplus(a.astype(dtype) + self.dt_bias[...].astype(dtype))
+        o, state = gated_delta_rule(
+            q, k, v, log_decay, beta, initial_state=state, segment_ids=segment_ids
+        )
+        return o.astype(v.dtype), state
+
+    @jax.named_scope("gdn.norm")
+    def norm(self, o: Values, z: Values) -> Values:
+        """RMS norm per head, then the gate. One weight vector serves all heads, and it is a plain factor."""
+        return gated_rms_norm(o, z, self.norm_weight[...], self.eps, self.gate_activation)
+
+    @jax.named_scope("gdn.out_proj")
+    def out_proj(self, o: Values) -> Float[Array, "batch time embed"]:
+        """Back to the residual's width."""
+        return jnp.einsum("bthv,dhv->btd", o, self.out_weight[...].astype(o.dtype))
