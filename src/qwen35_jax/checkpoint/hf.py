@@ -1,0 +1,244 @@
+"""Loading a checkpoint in Hugging Face layout: `config.json` and safetensors files in one folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jax.typing import DTypeLike
+
+from qwen35_jax.checkpoint.index import WeightFiles, open_weight_files
+from qwen35_jax.checkpoint.safetensors_file import StoredTensor
+from qwen35_jax.checkpoint.streaming import Progress, no_progress, read_parameters
+from qwen35_jax.checkpoint.tensor_table import (
+    KEPT_PREFIXES,
+    SPELLINGS,
+    BoundTensor,
+    Spelling,
+    bound_tensors,
+)
+from qwen35_jax.config import ModelConfig, require_dense_text
+from qwen35_jax.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class SourceLayout:
+    """What an export needs to write the same files again.
+
+    Attributes:
+        config: text of `config.json`.
+        headers: text of every weight file's header, by file name.
+        index: text of the index file, None for a single file.
+    """
+
+    config: str
+    headers: Mapping[str, str]
+    index: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class KeptTensors:
+    """What the model does not use of a checkpoint, so that an export can write it back.
+
+    Attributes:
+        layout: names, shapes, data types and places of all tensors of the source, also of those that were loaded.
+        tensors: the tensors that no parameter was made from (vision tower, MTP head). They stay in their files, which
+            must remain in place until the export.
+    """
+
+    layout: SourceLayout
+    tensors: Mapping[str, StoredTensor]
+
+
+def load_hf(
+    folder: str | Path,
+    *,
+    parameter_dtype: DTypeLike | None = None,
+    mtp: bool = False,
+    shardings: Any = None,
+    to_device: bool = True,
+    progress: Progress = no_progress,
+) -> tuple[ModelConfig, dict[str, Any], KeptTensors]:
+    """Load the text model of a folder in Hugging Face layout.
+
+    Every tensor of the files is accounted for before any is read: missing, mis-shaped and unknown ones are refused.
+
+    Args:
+        folder: holds `config.json` and the weight files.
+        parameter_dtype: dtype to cast parameters to; None keeps the file's. `A_log`, `dt_bias` and the DeltaNet norm are
+            never narrowed.
+        mtp: load the multi-token-prediction head too, as `params["mtp"]`; otherwise its tensors are kept.
+        shardings: nested dictionary like the parameters, of `jax.sharding.Sharding`, to place each straight onto its
+            devices; None puts all on the default device.
+        to_device: False leaves the parameters as NumPy arrays, float64 included.
+        progress: told of every tensor's bytes as they are read.
+
+    Returns:
+        The configuration (with `mtp_num_hidden_layers` 0 where the file announces a head that it does not hold), the
+        nested parameter dictionary, and what the model does not use.
+
+    Raises:
+        ConfigError: `config.json` is missing or wrong, or describes a model that cannot be built.
+        CheckpointError: the weights are missing, malformed, or not what the config asks for.
+    """
+    folder = Path(folder)
+    config, weights, bound = check_hf(folder, mtp=mtp)
+    stored = weights.tensors
+    params = read_parameters(
+        bound,
+        stored,
+        parameter_dtype=parameter_dtype,
+        shardings=shardings,
+        to_device=to_device,
+        progress=progress,
+    )
+    used = {tensor.name for tensor in bound}
+    layout = SourceLayout(
+        config=(folder / "config.json").read_text(encoding="utf-8"),
+        headers={name: file.header for name, file in weights.files.items()},
+        index=weights.index,
+    )
+    kept = {
+        name: tensor for name, tensor in stored.items() if name.startswith(KEPT_PREFIXES) and name not in used
+    }
+    return config, params, KeptTensors(layout, kept)
+
+
+def check_hf(folder: Path, *, mtp: bool) -> tuple[ModelConfig, WeightFiles, list[BoundTensor]]:
+    """Everything about a folder that can be checked without reading a tensor (but a tied head is compared).
+
+    Returns:
+        The configuration, the weight files, and the table's rows for the tensors to be loaded.
+    """
+    config = ModelConfig.from_hf(folder)
+    require_dense_text(config)
+    weights = open_weight_files(folder)
+    stored = weights.tensors
+    config = _settle_mtp(config, stored, folder, wanted=mtp)
+    spelling = spelling_of(stored, config, where=str(folder))
+    bound = list(bound_tensors(config, spelling, mtp=mtp, lm_head=False))
+    _check_names_and_shapes(bound, stored, spelling, config, weights)
+    head = f"{spelling.head}lm_head.weight"
+    if config.tie_word_embeddings and head in stored:
+        _check_equal(stored[f"{spelling.text}embed_tokens.weight"], stored[head])
+    return config, weights, bound
+
+
+def _settle_mtp(
+    config: ModelConfig, stored: Mapping[str, StoredTensor], folder: Path, *, wanted: bool
+) -> ModelConfig:
+    announced = config.text.mtp_num_hidden_layers
+    present = any(name.startswith("mtp.") for name in stored)
+    if wanted and announced != 1:
+        raise CheckpointError(
+            f"{folder}: the MTP head was asked for, but config.json says mtp_num_hidden_layers {announced}, expected 1"
+        )
+    if wanted and not present:
+        raise CheckpointError(f"{folder}: the MTP head was asked for, but the weights hold no mtp.* tensors")
+    if announced and not present:
+        log.warning(
+            "%s: config.json says mtp_num_hidden_layers %d, but the weights hold no mtp.* tensors; going on without"
+            " the MTP head",
+            folder,
+            announced,
+        )
+        return dataclasses.replace(config, text=dataclasses.replace(config.text, mtp_num_hidden_layers=0))
+    if present and not announced:
+        log.warning(
+            "%s: the weights hold mtp.* tensors, but config.json says mtp_num_hidden_layers 0; they are kept and not"
+            " used",
+            folder,
+        )
+    return config
+
+
+def spelling_of(names: Iterable[str], config: ModelConfig, *, where: str) -> Spelling:
+    """The one spelling of the text model's prefix that a checkpoint uses.
+
+    Raises:
+        CheckpointError: two spellings in one checkpoint, so that one tensor may be there twice.
+    """
+    found: dict[Spelling, str] = {}
+    heads: dict[str, str] = {}
+    for name in names:
+        if name.startswith(KEPT_PREFIXES):
+            continue
+        if name.endswith("lm_head.weight"):
+            heads[name.removesuffix("lm_head.weight")] = name
+            continue
+        spelling = next((each for each in SPELLINGS if name.startswith(each.text)), None)
+        if spelling is not None:
+            found.setdefault(spelling, name)
+    for several in (list(found.values()), list(heads.values())):
+        if len(several) > 1:
+            raise CheckpointError(
+                f"{where}: '{several[0]}' and '{several[1]}' spell the model's prefix in two ways; expected one of "
+                + ", ".join(f"'{each.text}'" for each in SPELLINGS)
+            )
+    if not found:
+        return default_spelling(config)
+    (spelling,) = found
+    return dataclasses.replace(spelling, head=next(iter(heads), spelling.head))
+
+
+def default_spelling(config: ModelConfig) -> Spelling:
+    """How the Hugging Face class for this configuration spells its tensors."""
+    by_prefix = {each.text: each for each in SPELLINGS}
+    return by_prefix["model." if config.model_type.endswith("_text") else "model.language_model."]
+
+
+def _check_names_and_shapes(
+    bound: list[BoundTensor],
+    stored: Mapping[str, StoredTensor],
+    spelling: Spelling,
+    config: ModelConfig,
+    weights: WeightFiles,
+) -> None:
+    where = weights.folder
+    missing = [tensor.name for tensor in bound if tensor.name not in stored]
+    if missing:
+        others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise CheckpointError(
+            f"{where}: tensor '{missing[0]}'{others} missing from the weights, though config.json asks for it"
+        )
+    for tensor in bound:
+        found = stored[tensor.name]
+        if found.shape != tensor.shape:
+            raise CheckpointError(
+                f"{found.file}: tensor '{tensor.name}' has shape {list(found.shape)}, but config.json asks for"
+                f" {list(tensor.shape)}"
+            )
+    known = {tensor.name for tensor in bound}
+    if config.tie_word_embeddings:
+        known.add(f"{spelling.head}lm_head.weight")
+    for name, tensor in stored.items():
+        if name not in known and not name.startswith(KEPT_PREFIXES):
+            raise CheckpointError(
+                f"{tensor.file}: tensor '{name}' belongs to no part of the model that config.json describes"
+            )
+        if name.startswith("mtp.") and name not in known and known >= {"mtp.fc.weight"}:
+            raise CheckpointError(f"{tensor.file}: tensor '{name}' belongs to no part of the MTP head")
+
+
+def _check_equal(embedding: StoredTensor, head: StoredTensor) -> None:
+    """A tied checkpoint may store its head, but not another one than the embedding."""
+    if embedding.shape == head.shape and embedding.dtype == head.dtype:
+        piece = 16 << 20
+        for start in range(0, embedding.nbytes, piece):
+            pair = [np.empty(min(piece, embedding.nbytes - start), np.uint8) for _ in range(2)]
+            embedding.read_bytes_into(pair[0], start=start)
+            head.read_bytes_into(pair[1], start=start)
+            if not np.array_equal(*pair):
+                break
+        else:
+            return
+    raise CheckpointError(
+        f"{head.file}: tensor '{head.name}' differs from the embedding, though config.json says tie_word_embeddings;"
+        " correct the flag or remove the tensor"
+    )

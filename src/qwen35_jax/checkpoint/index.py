@@ -1,0 +1,140 @@
+"""The weight files of a Hugging Face folder: one file, or shards with an index.
+
+The index is an allow-list: it names every tensor and the shard that holds it, and the shards must hold exactly these.
+Shard names are checked before any file is opened, since an index from the network may name any path.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+
+from qwen35_jax.checkpoint.safetensors_file import (
+    SafetensorsFile,
+    StoredTensor,
+    json_without_duplicates,
+    open_safetensors,
+)
+from qwen35_jax.errors import CheckpointError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightFiles:
+    """The checked weight files of a folder.
+
+    Attributes:
+        folder: where they lie.
+        files: by name relative to the folder, in the order of their names.
+        index: text of the index file, None where there is one weight file only.
+    """
+
+    folder: Path
+    files: Mapping[str, SafetensorsFile]
+    index: str | None
+
+    @property
+    def tensors(self) -> dict[str, StoredTensor]:
+        return {tensor.name: tensor for file in self.files.values() for tensor in file.tensors.values()}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a folder holds a weight file or an index under the names that Hugging Face uses."""
+    return (folder / SINGLE_FILE).exists() or (folder / INDEX_FILE).exists()
+
+
+def open_weight_files(folder: Path) -> WeightFiles:
+    """Find, open and check a folder's weight files.
+
+    Raises:
+        CheckpointError: no weights, both layouts at once, a malformed index or file, a shard that is missing or lies
+            outside the folder, a tensor that is in another shard than the index says, in two, or not in the index.
+    """
+    single, index = folder / SINGLE_FILE, folder / INDEX_FILE
+    if single.exists() and index.exists():
+        raise CheckpointError(
+            f"{folder}: holds both {SINGLE_FILE} and {INDEX_FILE}; which one is meant? Remove the stale one"
+        )
+    if single.exists():
+        return WeightFiles(folder, {SINGLE_FILE: open_safetensors(_inside(folder, SINGLE_FILE))}, None)
+    if not index.exists():
+        others = sorted(
+            path.name for path in folder.glob("*") if path.suffix in (".bin", ".pt", ".gguf", ".safetensors")
+        )
+        found = f"; found {', '.join(others[:4])}, which this program does not read" if others else ""
+        raise CheckpointError(
+            f"{folder}: no weights: expected {SINGLE_FILE}, or shards with {INDEX_FILE}{found}"
+        )
+    return _open_shards(folder, index)
+
+
+def _inside(folder: Path, name: object) -> Path:
+    """The path of a shard, after making sure without opening anything that it lies in the folder.
+
+    The cache of the Hugging Face hub stores a snapshot's files as links into a `blobs` folder beside it; such links
+    are followed, and no others that leave the folder.
+    """
+    if not isinstance(name, str):
+        raise CheckpointError(f"{folder / INDEX_FILE}: a shard is named {name!r}, expected a file name")
+    relative = PurePosixPath(name)
+    if not name or "\\" in name or "\0" in name or relative.is_absolute() or ".." in relative.parts:
+        raise CheckpointError(
+            f"{folder / INDEX_FILE}: shard '{name}' does not name a file inside the folder; refused"
+        )
+    if relative.suffix != ".safetensors":
+        raise CheckpointError(f"{folder / INDEX_FILE}: shard '{name}' is not a .safetensors file; refused")
+    real_folder = folder.resolve()
+    try:
+        target = (folder / relative).resolve()
+    except (OSError, RuntimeError) as error:  # a loop of links
+        raise CheckpointError(f"{folder / name}: cannot be followed: {error}") from error
+    allowed = [real_folder]
+    if real_folder.parent.name == "snapshots":
+        allowed.append(real_folder.parent.parent / "blobs")
+    if not any(target.is_relative_to(root) for root in allowed):
+        raise CheckpointError(f"{folder / name}: is a link to {target}, outside the model's folder; refused")
+    return folder / relative
+
+
+def _open_shards(folder: Path, index: Path) -> WeightFiles:
+    try:
+        text = index.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{index}: cannot be read: {error}") from error
+    parsed = json_without_duplicates(text, what=str(index))
+    weight_map = parsed.get("weight_map") if isinstance(parsed, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index}: has no weight_map object that names the shard of every tensor")
+    paths = {}
+    for shard in weight_map.values():
+        if not isinstance(shard, str) or shard not in paths:
+            paths[shard] = _inside(folder, shard)
+    for shard, path in paths.items():
+        if not path.is_file():
+            tensor = next(name for name, file in weight_map.items() if file == shard)
+            raise CheckpointError(
+                f"{path}: is missing, but {INDEX_FILE} names it for '{tensor}' and others; download the folder again"
+            )
+    files = {shard: open_safetensors(paths[shard]) for shard in sorted(paths)}
+    for complaint in _disagreements(weight_map, files):
+        raise CheckpointError(complaint)
+    return WeightFiles(folder, files, text)
+
+
+def _disagreements(weight_map: Mapping[str, str], files: Mapping[str, SafetensorsFile]) -> Iterator[str]:
+    for name, shard in weight_map.items():
+        if name not in files[shard].tensors:
+            yield f"{files[shard].path}: does not hold tensor '{name}', which {INDEX_FILE} places there"
+    for shard, file in files.items():
+        for name in file.tensors:
+            if name not in weight_map:
+                yield f"{file.path}: holds tensor '{name}', which {INDEX_FILE} does not name"
+            elif weight_map[name] != shard:
+                yield f"{file.path}: holds tensor '{name}', which {INDEX_FILE} places in {weight_map[name]}"
