@@ -47,9 +47,10 @@ class KeptTensors:
     """What the model does not use of a checkpoint, so that an export can write it back.
 
     Attributes:
-        layout: names, shapes, data types and places of all tensors of the source, also of those that were loaded.
-        tensors: the tensors that no parameter was made from (vision tower, MTP head). They stay in their files, which
-            must remain in place until the export.
+        layout: names, shapes, data types and places of all tensors of the source, also of those that were
+            loaded.
+        tensors: the tensors that no parameter was made from (vision tower, MTP head). They stay in their
+            files, which must remain in place until the export.
     """
 
     layout: SourceLayout
@@ -67,21 +68,22 @@ def load_hf(
 ) -> tuple[ModelConfig, dict[str, Any], KeptTensors]:
     """Load the text model of a folder in Hugging Face layout.
 
-    Every tensor of the files is accounted for before any is read: missing, mis-shaped and unknown ones are refused.
+    Every tensor of the files is accounted for before any is read: missing, mis-shaped and unknown ones are
+    refused.
 
     Args:
         folder: holds `config.json` and the weight files.
-        parameter_dtype: dtype to cast parameters to; None keeps the file's. `A_log`, `dt_bias` and the DeltaNet norm are
-            never narrowed.
+        parameter_dtype: dtype to cast parameters to; None keeps the file's. `A_log`, `dt_bias` and the
+            DeltaNet norm are never narrowed.
         mtp: load the multi-token-prediction head too, as `params["mtp"]`; otherwise its tensors are kept.
-        shardings: nested dictionary like the parameters, of `jax.sharding.Sharding`, to place each straight onto its
-            devices; None puts all on the default device.
+        shardings: nested dictionary like the parameters, of `jax.sharding.Sharding`, to place each straight
+            onto its devices; None puts all on the default device.
         to_device: False leaves the parameters as NumPy arrays, float64 included.
         progress: told of every tensor's bytes as they are read.
 
     Returns:
-        The configuration (with `mtp_num_hidden_layers` 0 where the file announces a head that it does not hold), the
-        nested parameter dictionary, and what the model does not use.
+        The configuration (with `mtp_num_hidden_layers` 0 where the file announces a head that it does not
+        hold), the nested parameter dictionary, and what the model does not use.
 
     Raises:
         ConfigError: `config.json` is missing or wrong, or describes a model that cannot be built.
@@ -137,22 +139,23 @@ def _settle_mtp(
     present = any(name.startswith("mtp.") for name in stored)
     if wanted and announced != 1:
         raise CheckpointError(
-            f"{folder}: the MTP head was asked for, but config.json says mtp_num_hidden_layers {announced}, expected 1"
+            f"{folder}: the MTP head was asked for, but config.json says mtp_num_hidden_layers {announced},"
+            " expected 1"
         )
     if wanted and not present:
         raise CheckpointError(f"{folder}: the MTP head was asked for, but the weights hold no mtp.* tensors")
     if announced and not present:
         log.warning(
-            "%s: config.json says mtp_num_hidden_layers %d, but the weights hold no mtp.* tensors; going on without"
-            " the MTP head",
+            "%s: config.json says mtp_num_hidden_layers %d, but the weights hold no mtp.* tensors;"
+            " going on without the MTP head",
             folder,
             announced,
         )
         return dataclasses.replace(config, text=dataclasses.replace(config.text, mtp_num_hidden_layers=0))
     if present and not announced:
         log.warning(
-            "%s: the weights hold mtp.* tensors, but config.json says mtp_num_hidden_layers 0; they are kept and not"
-            " used",
+            "%s: the weights hold mtp.* tensors, but config.json says mtp_num_hidden_layers 0;"
+            " they are kept and not used",
             folder,
         )
     return config
@@ -178,8 +181,8 @@ def spelling_of(names: Iterable[str], config: ModelConfig, *, where: str) -> Spe
     for several in (list(found.values()), list(heads.values())):
         if len(several) > 1:
             raise CheckpointError(
-                f"{where}: '{several[0]}' and '{several[1]}' spell the model's prefix in two ways; expected one of "
-                + ", ".join(f"'{each.text}'" for each in SPELLINGS)
+                f"{where}: '{several[0]}' and '{several[1]}' spell the model's prefix in two ways;"
+                f" expected one of {', '.join(each.text for each in SPELLINGS)}"
             )
     if not found:
         return default_spelling(config)
@@ -211,8 +214,8 @@ def _check_names_and_shapes(
         found = stored[tensor.name]
         if found.shape != tensor.shape:
             raise CheckpointError(
-                f"{found.file}: tensor '{tensor.name}' has shape {list(found.shape)}, but config.json asks for"
-                f" {list(tensor.shape)}"
+                f"{found.file}: tensor '{tensor.name}' has shape {list(found.shape)},"
+                f" but config.json asks for {list(tensor.shape)}"
             )
     known = {tensor.name for tensor in bound}
     if config.tie_word_embeddings:
@@ -234,11 +237,11 @@ def _check_equal(embedding: StoredTensor, head: StoredTensor) -> None:
             pair = [np.empty(min(piece, embedding.nbytes - start), np.uint8) for _ in range(2)]
             embedding.read_bytes_into(pair[0], start=start)
             head.read_bytes_into(pair[1], start=start)
-            if not np.array_equal(*pair):
+            if not np.array_equal(pair[0], pair[1]):
                 break
         else:
             return
     raise CheckpointError(
-        f"{head.file}: tensor '{head.name}' differs from the embedding, though config.json says tie_word_embeddings;"
-        " correct the flag or remove the tensor"
+        f"{head.file}: tensor '{head.name}' differs from the embedding, though config.json says"
+        " tie_word_embeddings; correct the flag or remove the tensor"
     )

@@ -1,7 +1,7 @@
 """The weight files of a Hugging Face folder: one file, or shards with an index.
 
-The index is an allow-list: it names every tensor and the shard that holds it, and the shards must hold exactly these.
-Shard names are checked before any file is opened, since an index from the network may name any path.
+The index is an allow-list: it names every tensor and the shard that holds it, and the shards must hold
+exactly these. Shard names are checked before any file is opened, since an index may name any path.
 """
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ def open_weight_files(folder: Path) -> WeightFiles:
     """Find, open and check a folder's weight files.
 
     Raises:
-        CheckpointError: no weights, both layouts at once, a malformed index or file, a shard that is missing or lies
-            outside the folder, a tensor that is in another shard than the index says, in two, or not in the index.
+        CheckpointError: no weights, both layouts at once, a malformed index or file, a shard that is missing
+            or lies outside the folder, a tensor that is in another shard than the index says, in two, or not
+            in the index.
     """
     single, index = folder / SINGLE_FILE, folder / INDEX_FILE
     if single.exists() and index.exists():
@@ -78,8 +79,8 @@ def open_weight_files(folder: Path) -> WeightFiles:
 def _inside(folder: Path, name: object) -> Path:
     """The path of a shard, after making sure without opening anything that it lies in the folder.
 
-    The cache of the Hugging Face hub stores a snapshot's files as links into a `blobs` folder beside it; such links
-    are followed, and no others that leave the folder.
+    The cache of the Hugging Face hub stores a snapshot's files as links into a `blobs` folder beside it; such
+    links are followed, and no others that leave the folder.
     """
     if not isinstance(name, str):
         raise CheckpointError(f"{folder / INDEX_FILE}: a shard is named {name!r}, expected a file name")
@@ -120,7 +121,8 @@ def _open_shards(folder: Path, index: Path) -> WeightFiles:
         if not path.is_file():
             tensor = next(name for name, file in weight_map.items() if file == shard)
             raise CheckpointError(
-                f"{path}: is missing, but {INDEX_FILE} names it for '{tensor}' and others; download the folder again"
+                f"{path}: is missing, but {INDEX_FILE} names it for '{tensor}' and others;"
+                " download the folder again"
             )
     files = {shard: open_safetensors(paths[shard]) for shard in sorted(paths)}
     for complaint in _disagreements(weight_map, files):

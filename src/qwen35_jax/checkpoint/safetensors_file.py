@@ -1,9 +1,9 @@
 """A strict reader and writer of single safetensors files.
 
-A weight file comes from the network, so nothing in it is believed before it is checked: the header's length, its JSON
-(duplicate keys included), every data type, and that the tensors tile the data section exactly, with no overlap, no gap
-and nothing after them. Data is read with `pread` straight into memory that the caller owns, so that a file that shrinks
-while it is read raises an error where a memory map would kill the process.
+A weight file comes from the network, so nothing in it is believed before it is checked: the header's length,
+its JSON (duplicate keys included), every data type, and that the tensors tile the data section exactly, with
+no overlap, no gap and nothing after them. Data is read with `pread` straight into memory that the caller
+owns, so that a file that shrinks while it is read raises an error where a memory map would kill the process.
 
 Format: https://huggingface.co/docs/safetensors (8 bytes of header length, a JSON header, then the data).
 """
@@ -77,7 +77,7 @@ class StoredTensor:
         Raises:
             CheckpointError: the file is gone, unreadable or shorter than when its header was checked.
         """
-        view = memoryview(out)
+        view = memoryview(out)  # pyright: ignore[reportArgumentType]
         done = 0
         try:
             handle = os.open(self.file, os.O_RDONLY)
@@ -87,7 +87,8 @@ class StoredTensor:
                     count = os.preadv(handle, [piece], self.offset + start + done)
                     if count == 0:
                         raise CheckpointError(
-                            f"{self.file}: ended inside tensor '{self.name}'; the file changed while it was read"
+                            f"{self.file}: ended inside tensor '{self.name}';"
+                            " the file changed while it was read"
                         )
                     done += count
             finally:
@@ -100,7 +101,7 @@ class StoredTensor:
 
 @dataclasses.dataclass(frozen=True)
 class SafetensorsFile:
-    """A checked file: its tensors in the order of the data, the `__metadata__` of its header, and the header's text."""
+    """A checked file: its tensors in the order of the data, and its header, parsed and as text."""
 
     path: Path
     tensors: Mapping[str, StoredTensor]
@@ -112,7 +113,8 @@ def json_without_duplicates(text: str, *, what: str) -> object:
     """Parse JSON from an untrusted file.
 
     Raises:
-        CheckpointError: not JSON, nested past Python's limit, a number such as NaN, or a key given twice in one object.
+        CheckpointError: not JSON, nested past Python's limit, a number such as NaN, or a key given twice in
+            one object.
     """
 
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -210,7 +212,7 @@ def _checked_tensor(path: Path, name: str, entry: object, *, data_start: int) ->
 
 
 def _check_tiling(path: Path, tensors: list[StoredTensor], *, start: int, size: int) -> None:
-    """The tensors, sorted by position, must follow each other without overlap or gap up to the end of the file."""
+    """The sorted tensors must follow each other without overlap or gap up to the end of the file."""
     position = start
     for tensor in tensors:
         if tensor.offset < position:
@@ -247,7 +249,7 @@ class TensorToWrite:
 
 
 def make_header(tensors: Iterable[TensorToWrite], metadata: Mapping[str, str]) -> str:
-    """The JSON header for tensors stored in the given order, padded with spaces so that the data is 8-byte aligned."""
+    """The JSON header for tensors stored in this order, padded so that the data starts 8-byte aligned."""
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     position = 0
     for tensor in tensors:
@@ -272,7 +274,7 @@ def write_safetensors(
     *,
     progress: Callable[[int], None] = lambda nbytes: None,
 ) -> None:
-    """Write one file tensor by tensor, in the order that `header` was made for; one tensor is in memory at a time.
+    """Write one file, tensor by tensor, in the order that `header` was made for.
 
     Raises:
         CheckpointError: values that do not have the announced dtype and shape.
@@ -288,7 +290,7 @@ def write_safetensors(
                 raise CheckpointError(
                     f"tensor '{tensor.name}': dtype {values.dtype}, announced as {tensor.dtype}"
                 )
-            file.write(memoryview(values.reshape(-1).view(np.uint8)))
+            file.write(values.reshape(-1).view(np.uint8).data)
             progress(tensor.nbytes)
         file.flush()
         os.fsync(file.fileno())

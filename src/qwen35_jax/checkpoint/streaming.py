@@ -1,9 +1,10 @@
-"""Parameters filled tensor by tensor from the files, so that little more than the parameters is ever in memory.
+"""Parameters filled tensor by tensor from the files, with little more than themselves in memory.
 
-The tensors that share stacked parameters (one rule of the table, all layers) form a family. A family's parameters are
-allocated once, every tensor is read straight to its place in them, and they are handed to JAX, which on a CPU takes
-over the memory without a copy. Only where values must be rearranged or cast does a tensor (or a piece of one) pass
-through a buffer. Each byte of a file is read at most once, also when parameters are cut over several devices.
+The tensors that share stacked parameters (one rule of the table, all layers) form a family. A family's
+parameters are allocated once, every tensor is read straight to its place in them, and they are handed to JAX,
+which on a CPU takes over the memory without a copy. Only where values must be rearranged or cast does a
+tensor (or a piece of one) pass through a buffer. Each byte of a file is read at most once, also when
+parameters are cut over several devices.
 """
 
 from __future__ import annotations
@@ -51,9 +52,11 @@ def read_parameters(
     Args:
         bound: the table's rows for the model.
         stored: where each of their tensors lies.
-        parameter_dtype: dtype to cast to; None keeps the file's. Parameters in `NEVER_NARROWED` are only ever widened.
+        parameter_dtype: dtype to cast to; None keeps the file's. Parameters in `NEVER_NARROWED` are only ever
+            widened.
         shardings: nested dictionary like the result, of `jax.sharding.Sharding`; None puts all on one device.
-        to_device: False leaves NumPy arrays (and float64 as it is, which JAX holds only with 64-bit types on).
+        to_device: False leaves NumPy arrays (and float64 as it is, which JAX holds only with 64-bit types
+            on).
         progress: told of every tensor's bytes.
     """
     families: dict[tuple[ParameterPath, ...], list[BoundTensor]] = {}
@@ -138,7 +141,7 @@ def aligned_empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class _Shard:
-    """Memory for one box of a parameter. `starts` and `stops` bound the box; the first axis is that of the repeats."""
+    """Memory for one box of a parameter, from `starts` to `stops`; the first axis counts the repeats."""
 
     starts: tuple[int, ...]
     stops: tuple[int, ...]
@@ -210,7 +213,7 @@ def _allocate(
 def _jobs(
     tensor: BoundTensor, stored: StoredTensor, shards: Sequence[_Shards]
 ) -> Iterator[Callable[[], int]]:
-    """What has to be read for one tensor, as pieces of work that threads can share; each returns its bytes."""
+    """What has to be read for one tensor, as work that threads can share; each piece returns its bytes."""
     repeat = tensor.repeat or 0
     targets = [list(part_shards.boxes.values()) for part_shards in shards]
     if not tensor.grouped and all(part.keeps_order for part in tensor.parts):

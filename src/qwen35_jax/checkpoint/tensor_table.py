@@ -1,13 +1,13 @@
 """The one table that says which Hugging Face tensor holds which parameters, read in both directions.
 
-A row names a tensor of the file and the parameters cut from its rows. Each part carries an einops pattern whose left side
-has the tensor's axes and whose right side has the parameter's; swapping the sides gives the way back. Nothing is
-transposed but the convolution kernel and nothing is shifted or scaled: norm weights are stored as in the file, and the
-`1 + w` belongs to the op.
+A row names a tensor of the file and the parameters cut from its rows. Each part carries an einops pattern
+whose left side has the tensor's axes and whose right side has the parameter's; swapping the sides gives the
+way back. Nothing is transposed but the convolution kernel and nothing is shifted or scaled: norm weights are
+stored as in the file, and the `1 + w` belongs to the op.
 
-Two layouts of rows occur. `in_proj_qkv` stacks its parts one after the other (q rows, k rows, v rows). `q_proj` repeats
-its parts for every head (query rows of head 0, gate rows of head 0, query rows of head 1, ...): such a row of the table
-is `grouped`, and the first axis of its patterns counts the groups.
+Two layouts of rows occur. `in_proj_qkv` stacks its parts one after the other (q rows, k rows, v rows).
+`q_proj` repeats its parts for every head (query rows of head 0, gate rows of head 0, query rows of head 1,
+...): such a row of the table is `grouped`, and the first axis of its patterns counts the groups.
 """
 
 from __future__ import annotations
@@ -133,15 +133,16 @@ MTP = (
 )
 
 NEVER_NARROWED = frozenset({"A_log", "dt_bias", "norm_weight"})
-"""Last keys of the parameters that keep the file's dtype under a narrower parameter dtype: `A_log` and `dt_bias` make the
-decay, whose error compounds over the sequence, and published checkpoints store them (and this norm) in float32."""
+"""Last keys of the parameters that keep the file's dtype under a narrower parameter dtype: `A_log` and
+`dt_bias` make the decay, whose error compounds over the sequence, and published checkpoints store them (and
+this norm) in float32."""
 
 
 def axis_sizes(config: TextConfig) -> dict[str, int]:
     """Size of every axis letter used in the table's patterns."""
     if config.moe is not None or config.intermediate_size is None:
         raise CheckpointError(
-            "config.json describes a mixture-of-experts model (num_experts); this version loads dense models only"
+            "config.json describes a mixture-of-experts model (num_experts); only dense models can be loaded"
         )
     return {
         "vocab": config.vocab_size,
@@ -168,13 +169,13 @@ def pattern_axes(side: str) -> list[list[str]]:
 
 @dataclasses.dataclass(frozen=True)
 class BoundPart:
-    """A part with its sizes: rows `start` to `stop` (of each group) of the tensor hold the parameter (or one repeat)."""
+    """A part with its sizes: rows `start` to `stop` (of each group) of the tensor hold the parameter."""
 
     path: ParameterPath
     start: int
     stop: int
     source: str
-    """Left side of the pattern: the axes of the rows in the file, after that of the groups where there are any."""
+    """Left side of the pattern: the tensor's axes, after that of the groups where there are any."""
     target: str
     """Right side of the pattern: the axes of the parameter, without the repeats."""
     shape: tuple[int, ...]
@@ -184,14 +185,14 @@ class BoundPart:
 
     @property
     def keeps_order(self) -> bool:
-        """Whether file and parameter hold the values in the same order, so that bytes can be copied as they lie."""
+        """Whether the values lie in the same order in both, so that bytes can be copied as they are."""
         source, target = (
             [f for axis in pattern_axes(side) for f in axis] for side in (self.source, self.target)
         )
         return source == target
 
     def view(self, rows: np.ndarray) -> np.ndarray:
-        """The part's rows of a tensor, seen with the parameter's axes. A view: it reads and writes the tensor."""
+        """The part's rows of a tensor with the parameter's axes: a view, to read from and write to."""
         return einops.rearrange(rows, f"{self.source} -> {self.target}", **self.sizes)
 
 
@@ -199,8 +200,8 @@ class BoundPart:
 class BoundTensor:
     """A row of the table for one tensor of a given model.
 
-    `repeat` is the index on the leading axis of its (stacked) parameters, `repeats` that axis' size; both are None for a
-    parameter that is not stacked.
+    `repeat` is the index on the leading axis of its (stacked) parameters, `repeats` that axis' size; both are
+    None for a parameter that is not stacked.
     """
 
     name: str
@@ -211,7 +212,7 @@ class BoundTensor:
     repeats: int | None = None
 
     def part_view(self, tensor: np.ndarray, part: BoundPart) -> np.ndarray:
-        """A part of the whole tensor, seen with the parameter's axes; both loading and export go through it."""
+        """A part of the whole tensor with the parameter's axes; loading reads it, an export writes it."""
         if self.grouped:
             tensor = tensor.reshape(part.groups, self.parts[-1].stop, *self.shape[1:])
             return part.view(tensor[:, part.start : part.stop])
