@@ -61,12 +61,12 @@ print(hashlib.sha256(open(sys.argv[1], "rb").read() + sys.argv[2].encode()).hexd
     if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
       continue
     fi
-    target="$ROOT"
-    [ "$extra" = base ] || target="$ROOT[$extra]"
-    echo "installing $(basename "$target") into $VENV (minutes, the first time)" >&2
-    if ! "$VENV/bin/python" -m pip install --disable-pip-version-check --editable "$target" \
-      >"$PIP_LOG" 2>&1; then
-      missing "pip could not install $(basename "$target"), is there a network?" \
+    target=""
+    [ "$extra" = base ] || target="[$extra]"
+    echo "installing qwen35-jax$target into $VENV (minutes, the first time)" >&2
+    if ! "$VENV/bin/python" -m pip install --disable-pip-version-check --retries 2 \
+      --editable "$ROOT$target" >"$PIP_LOG" 2>&1; then
+      missing "pip could not install qwen35-jax$target (no network?):" \
         "$(grep '^ERROR' "$PIP_LOG" | tail -1) (all of it in $PIP_LOG)"
     fi
     echo "$wanted" >"$stamp"
