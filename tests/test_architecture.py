@@ -254,7 +254,7 @@ def test_a_planted_shapeless_array_is_found(source):
 @pytest.mark.parametrize(
     "source",
     [
-        'def f(x: Float[Array, "time"], n: int = 1) -> tuple[Float[Array, "time"], Int[Array, ""] | None]: ...',
+        'def f(x: Float[Array, "time"], n: int = 1) -> tuple[Float[Array, "time"], Int[Array, ""]]: ...',
         'class Terms(NamedTuple):\n    inverse: jt.Float[jax.Array, "time"]',
         "def _private(x): ...",
     ],
