@@ -1,4 +1,4 @@
-"""Model configuration: what a Hugging Face `config.json` of the Qwen3.5 family says, as frozen dataclasses."""
+"""Model configuration: a Hugging Face `config.json` of the Qwen3.5 family as frozen dataclasses."""
 
 from qwen35_jax.config.model import ModelConfig, require_dense_text
 from qwen35_jax.config.text import LayerKind, MoEConfig, RopeConfig, TextConfig

@@ -1,4 +1,4 @@
-"""Checks of single values: each raises `ConfigError` naming the field, what was found and what was expected."""
+"""Checks of single values: each raises `ConfigError` with the field, what was found and what is expected."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def check_integer(field: str, value: object, *, minimum: int = 1) -> None:
 
 def check_number(field: str, value: object, *, minimum: float = 0.0, positive: bool = False) -> None:
     """Accepts a finite `int` or `float` of at least `minimum`, or above zero where `positive`."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
     if positive:
         if not number or value <= 0:  # pyright: ignore[reportOperatorIssue]
             refuse(field, value, "a finite number above 0")
@@ -35,7 +35,9 @@ def check_flag(field: str, value: object) -> None:
         refuse(field, value, "true or false")
 
 
-def check_choice(field: str, value: object, choices: Collection[str], remedy: str = "use one of these") -> None:
+def check_choice(
+    field: str, value: object, choices: Collection[str], remedy: str = "use one of these"
+) -> None:
     if not isinstance(value, str) or value not in choices:
         refuse(field, value, " or ".join(repr(choice) for choice in choices), remedy)
 

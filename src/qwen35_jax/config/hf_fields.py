@@ -1,8 +1,8 @@
-"""Sections of a Hugging Face `config.json` to configuration dataclasses, and changed fields back into a section.
+"""Sections of a Hugging Face `config.json` to dataclasses, and changed fields back into a section.
 
-A section is the JSON object that holds the fields: `text_config` or `vision_config`, or the whole file where it is flat.
-Readers apply the defaults of the Hugging Face classes to absent (or null) fields that have one. Fields that set the size
-of the model have none here: a file without them is refused.
+A section is the JSON object that holds the fields: `text_config` or `vision_config`, or the whole file where
+it is flat. Readers apply the defaults of the Hugging Face classes to absent (or null) fields that have one.
+Fields that set the size of the model have none here: a file without them is refused.
 """
 
 from __future__ import annotations
@@ -11,26 +11,37 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from qwen35_jax.config.checks import check_choice, check_flag, check_integer, check_number, refuse
+from qwen35_jax.config.checks import check_choice, check_integer, refuse
+from qwen35_jax.config.json_file import JsonObject
 from qwen35_jax.config.text import MoEConfig, RopeConfig, TextConfig
 from qwen35_jax.config.vision import VisionConfig
 from qwen35_jax.errors import ConfigError
-
-JsonObject = dict[str, Any]
 
 DEFAULT_FULL_ATTENTION_INTERVAL = 4
 
 # Fields whose JSON value is the dataclass's value.
 TEXT_FIELDS = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
-    "linear_conv_kernel_dim", "max_position_embeddings", "initializer_range", "rms_norm_eps", "attention_bias",
-    "attention_dropout", "bos_token_id", "pad_token_id",
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "linear_num_key_heads", "linear_num_value_heads",
+    "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim", "max_position_embeddings",
+    "initializer_range", "rms_norm_eps", "attention_bias", "attention_dropout", "bos_token_id",
+    "pad_token_id",
 )  # fmt: skip
 ACTIVATION_FIELDS = ("hidden_act", "output_gate_type")
 ROPE_FIELDS = tuple(field.name for field in dataclasses.fields(RopeConfig))
 MOE_FIELDS = tuple(field.name for field in dataclasses.fields(MoEConfig))
 VISION_FIELDS = tuple(field.name for field in dataclasses.fields(VisionConfig) if field.name != "rope_theta")
+TEXT_SECTION_FIELDS = frozenset(
+    {
+        *TEXT_FIELDS,
+        *ACTIVATION_FIELDS,
+        *MOE_FIELDS,
+        "layer_types",
+        "full_attention_interval",
+        "rope_parameters",
+    }
+    | {"rope_scaling", "rope_theta", "partial_rotary_factor", "mtp_num_hidden_layers", "eos_token_id"}
+)
 MTP_SPELLINGS = ("mtp_num_hidden_layers", "num_mtp_layers")
 
 # What the architecture fixes: a file may say so, but not otherwise.
@@ -67,7 +78,12 @@ def same_value(field: str, values: Mapping[str, Any]) -> Any:
     (place, value), *others = values.items()
     for other_place, other in others:
         if other != value:
-            refuse(field, other, f"{value!r} as in {place}", f"it also stands in {other_place}; keep one of the two")
+            refuse(
+                field,
+                other,
+                f"{value!r} as in {place}",
+                f"it also stands in {other_place}; keep one of the two",
+            )
     return value
 
 
@@ -79,7 +95,7 @@ def read_text(section: Mapping[str, Any], *, sparse: bool) -> TextConfig:
         sparse: whether `model_type` names the mixture-of-experts architecture.
 
     Raises:
-        ConfigError: a field is missing, invalid or contradicts another; the message begins with the field's name.
+        ConfigError: a field is missing, invalid or contradicts another; the message begins with its name.
     """
     for field, allowed in FIXED_TEXT_FIELDS.items():
         if section.get(field) is not None and section[field] not in allowed:
@@ -87,7 +103,11 @@ def read_text(section: Mapping[str, Any], *, sparse: bool) -> TextConfig:
     fields = given(section, TEXT_FIELDS)
     for field in dataclasses.fields(TextConfig):
         derived = field.name in ("layer_types", "intermediate_size")
-        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING and not derived:
+        if (
+            field.default is dataclasses.MISSING
+            and field.default_factory is dataclasses.MISSING
+            and not derived
+        ):
             require(section, field.name)
     if sparse:
         fields["moe"] = read_moe(section)
@@ -96,9 +116,11 @@ def read_text(section: Mapping[str, Any], *, sparse: bool) -> TextConfig:
         require(section, "intermediate_size")
         if section.get("num_experts"):
             refuse(
-                "num_experts", section["num_experts"], "no experts in a dense model",
+                "num_experts",
+                section["num_experts"],
+                "no experts in a dense model",
                 "set model_type to the qwen3_5_moe kind, or drop the field",
-            )  # fmt: skip
+            )
         fields["intermediate_size"] = section["intermediate_size"]
     for field in ACTIVATION_FIELDS:
         if section.get(field) is not None:
@@ -114,7 +136,7 @@ def read_text(section: Mapping[str, Any], *, sparse: bool) -> TextConfig:
 
 
 def read_layer_types(section: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The kind of each layer: `layer_types` where given, else every `full_attention_interval`-th is full attention."""
+    """The kind of each layer: `layer_types` where given, else full attention at every interval's end."""
     kinds = section.get("layer_types")
     if kinds is not None:
         if not isinstance(kinds, (list, tuple)):
@@ -125,7 +147,9 @@ def read_layer_types(section: Mapping[str, Any]) -> tuple[Any, ...]:
     interval = section.get("full_attention_interval")
     interval = DEFAULT_FULL_ATTENTION_INTERVAL if interval is None else interval
     check_integer("full_attention_interval", interval)
-    return tuple("linear_attention" if (index + 1) % interval else "full_attention" for index in range(layers))
+    return tuple(
+        "linear_attention" if (index + 1) % interval else "full_attention" for index in range(layers)
+    )
 
 
 def read_moe(section: Mapping[str, Any]) -> MoEConfig:
@@ -154,8 +178,10 @@ def read_token_ids(field: str, value: object) -> tuple[int, ...]:
 
 
 def read_rope(section: Mapping[str, Any]) -> RopeConfig:
-    """Reads the rotary fields in the new spelling (`rope_parameters`), the old (`rope_scaling` beside `rope_theta` and
-    `partial_rotary_factor`), or a mixture that does not contradict itself."""
+    """Reads the rotary fields in either spelling, or in a mixture that does not contradict itself.
+
+    New: all in `rope_parameters`. Old: `rope_theta` and `partial_rotary_factor` beside `rope_scaling`.
+    """
     places: dict[str, Mapping[str, Any]] = {}
     for place in ("rope_parameters", "rope_scaling"):
         entries = section.get(place)
@@ -198,14 +224,16 @@ def read_rope(section: Mapping[str, Any]) -> RopeConfig:
 
 def check_interleaving(entries: Mapping[str, Any]) -> None:
     if entries.get("mrope_interleaved") not in (None, True):
-        refuse("mrope_interleaved", entries["mrope_interleaved"], "true", "this architecture has no other form")
+        refuse(
+            "mrope_interleaved", entries["mrope_interleaved"], "true", "this architecture has no other form"
+        )
 
 
 def read_vision(section: Mapping[str, Any]) -> VisionConfig:
     """Reads the vision tower's section.
 
     Raises:
-        ConfigError: a field is missing, invalid or contradicts another; the message begins with the field's name.
+        ConfigError: a field is missing, invalid or contradicts another; the message begins with its name.
     """
     for field in dataclasses.fields(VisionConfig):
         if field.default is dataclasses.MISSING:
@@ -219,7 +247,12 @@ def read_vision(section: Mapping[str, Any]) -> VisionConfig:
                 refuse(field, fields[field], "one number, or equal ones", "only square patches are supported")
             fields[field] = sides.pop()
     if section.get("deepstack_visual_indexes"):
-        refuse("deepstack_visual_indexes", section["deepstack_visual_indexes"], "[]", "this family has no deepstack")
+        refuse(
+            "deepstack_visual_indexes",
+            section["deepstack_visual_indexes"],
+            "[]",
+            "this family has no deepstack",
+        )
     rope = section.get("rope_parameters")
     if rope is not None:
         if not isinstance(rope, Mapping):
@@ -230,7 +263,7 @@ def read_vision(section: Mapping[str, Any]) -> VisionConfig:
 
 
 def write_text(section: JsonObject, text: TextConfig, baseline: TextConfig | None) -> None:
-    """Writes into `section` every field of `text` that differs from `baseline` (what the section says now)."""
+    """Writes into `section` every field of `text` that differs from `baseline`, what the section says."""
 
     def changed(field: str) -> bool:
         return baseline is None or getattr(text, field) != getattr(baseline, field)
@@ -278,14 +311,12 @@ def write_rope(section: JsonObject, rope: RopeConfig) -> None:
 
 
 def write_vision(section: JsonObject, vision: VisionConfig, baseline: VisionConfig | None) -> None:
-    """Writes into `section` every field of `vision` that differs from `baseline` (what the section says now)."""
+    """Writes into `section` every field of `vision` that differs from `baseline`, what the section says."""
     for field in VISION_FIELDS:
         if baseline is None or getattr(vision, field) != getattr(baseline, field):
             section[field] = getattr(vision, field)
     if baseline is None or vision.rope_theta != baseline.rope_theta:
         section["rope_parameters"] = {
-            **(section.get("rope_parameters") or {"rope_type": "axial"}), "rope_theta": vision.rope_theta,
-        }  # fmt: skip
-
-
-__all__ = ["check_flag", "check_number", "read_text", "read_vision", "write_text", "write_vision"]
+            **(section.get("rope_parameters") or {"rope_type": "axial"}),
+            "rope_theta": vision.rope_theta,
+        }

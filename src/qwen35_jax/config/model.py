@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from qwen35_jax.config.checks import check_choice, check_flag, check_integer, refuse
 from qwen35_jax.config.hf_fields import (
-    JsonObject,
+    TEXT_SECTION_FIELDS,
     read_text,
     read_vision,
     same_value,
     write_text,
     write_vision,
 )
+from qwen35_jax.config.json_file import JsonObject, load_json
 from qwen35_jax.config.text import TextConfig
 from qwen35_jax.config.vision import VisionConfig
 from qwen35_jax.errors import ConfigError
@@ -27,7 +27,7 @@ TEXT_TYPES = ("qwen3_5_text", "qwen3_5_moe_text")
 MODEL_TYPES = COMPOSITE_TYPES + TEXT_TYPES
 # Near relatives whose files look alike, and why they are refused.
 OTHER_ARCHITECTURES: Mapping[str, str] = {
-    "qwen3_next": "Qwen3-Next groups its projections per key head, convert the weights to the Qwen3.5 layout first",
+    "qwen3_next": "Qwen3-Next lays its projections out per key head; convert the weights to Qwen3.5 first",
     "qwen4_exp": "it is another architecture (hyper-connections, n-gram embeddings, sparse attention)",
     "qwen4_exp_text": "it is another architecture (hyper-connections, n-gram embeddings, sparse attention)",
 }
@@ -39,8 +39,8 @@ SPECIAL_TOKENS: Mapping[str, int] = {
 }
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 DTYPE_SPELLINGS = ("dtype", "torch_dtype")
-# In the nested layout these may stand at the top with another value: they describe the file or steer generation, and
-# tools write them there.
+# In the nested layout these may stand at the top with another value: they describe the file or steer
+# generation, and tools write them there.
 FREE_AT_THE_TOP = frozenset(
     {"model_type", "architectures", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range"}
 )
@@ -54,15 +54,16 @@ class ModelConfig:
 
     Attributes:
         text: the language model.
-        tie_word_embeddings: whether the output head is the embedding table. In the nested (vision-language) layout the
-            top-level flag decides, as it does for the Hugging Face class; in a flat file there is only one.
+        tie_word_embeddings: whether the output head is the embedding table. In the nested (vision-language)
+            layout the top-level flag decides, as it does for the Hugging Face class; in a flat file there is
+            only one.
         vision: the vision tower, None for a text-only model.
         image_token_id, video_token_id, vision_start_token_id, vision_end_token_id: placeholder tokens of the
             vision-language layout.
-        dtype: the type of most tensors in the file, as the file says ("bfloat16"); None where it says nothing. The type
-            to compute in is a choice at run time and not part of this.
-        source: the JSON object that this was read from. `to_hf` writes changed fields into a copy of it, so that
-            layout, spelling and unknown keys survive.
+        dtype: the type of most tensors in the file, as the file says ("bfloat16"); None where it says
+            nothing. The type to compute in is a choice at run time and not part of this.
+        source: the JSON object that this was read from. `to_hf` writes changed fields into a copy of it, so
+            that layout, spelling and unknown keys survive.
     """
 
     text: TextConfig
@@ -83,9 +84,11 @@ class ModelConfig:
             check_choice("dtype", self.dtype, DTYPES)
         if self.vision is not None and self.vision.out_hidden_size != self.text.hidden_size:
             refuse(
-                "vision_config.out_hidden_size", self.vision.out_hidden_size,
-                f"the language model's hidden_size ({self.text.hidden_size})", "correct one of the two",
-            )  # fmt: skip
+                "vision_config.out_hidden_size",
+                self.vision.out_hidden_size,
+                f"the language model's hidden_size ({self.text.hidden_size})",
+                "correct one of the two",
+            )
 
     @property
     def model_type(self) -> str:
@@ -103,7 +106,8 @@ class ModelConfig:
             source: the JSON object, or the path of a `config.json` or of the folder that holds it.
 
         Raises:
-            ConfigError: the file cannot be read, or a field is missing, invalid, unsupported or contradicts another.
+            ConfigError: the file cannot be read, or a field is missing, invalid, unsupported or contradicts
+                another.
         """
         if isinstance(source, Mapping):
             return _read(dict(source))
@@ -119,32 +123,38 @@ class ModelConfig:
         """The Hugging Face JSON object: the one this was read from with the changed fields, or a new one.
 
         Raises:
-            ConfigError: a change that the source's layout cannot hold (dense to sparse, or a vision tower in a flat
-                file).
+            ConfigError: a change that the source's layout cannot hold (dense to sparse, or a vision tower in
+                a flat file).
         """
         if self.source is None:
             return _write_new(self)
         data = copy.deepcopy(dict(self.source))
         baseline = _read(data)
         if (self.text.moe is None) != (baseline.text.moe is None) or (
-            self.vision is not None and baseline.vision is None and "text_config" not in data
+            self.vision is not None and baseline.vision is None and not _is_nested(data)
         ):
             raise ConfigError(
-                f"model_type: found {data['model_type']!r} in the file this configuration was read from, which cannot "
-                "hold the changed model; write it anew with dataclasses.replace(config, source=None)"
+                f"model_type: found {data['model_type']!r} in the file that this was read from, expected a "
+                "layout that can hold the changed model; write it anew with "
+                "dataclasses.replace(config, source=None)"
             )
-        write_text(data.get("text_config", data), self.text, baseline.text)
+        text_section = data["text_config"] if _is_nested(data) else data
+        write_text(text_section, self.text, baseline.text)
+        if _is_nested(data):
+            for field in _contradictions(data, text_section, self.text):
+                del data[field]
         if self.vision is None:
             data.pop("vision_config", None)
         elif self.vision != baseline.vision:
-            write_vision(data.setdefault("vision_config", {}), self.vision, baseline.vision)
+            data["vision_config"] = data.get("vision_config") or {}
+            write_vision(data["vision_config"], self.vision, baseline.vision)
         for field in SPECIAL_TOKENS:
             if getattr(self, field) != getattr(baseline, field):
                 data[field] = getattr(self, field)
         if self.tie_word_embeddings != baseline.tie_word_embeddings:
             data["tie_word_embeddings"] = self.tie_word_embeddings
-            if "tie_word_embeddings" in data.get("text_config", {}):
-                data["text_config"]["tie_word_embeddings"] = self.tie_word_embeddings
+            if "tie_word_embeddings" in text_section:
+                text_section["tie_word_embeddings"] = self.tie_word_embeddings
         if self.dtype != baseline.dtype:
             _write_dtype(data, self.dtype)
         return data
@@ -159,44 +169,10 @@ def require_dense_text(config: ModelConfig | TextConfig) -> TextConfig:
     text = config.text if isinstance(config, ModelConfig) else config
     if text.moe is not None:
         raise ConfigError(
-            f"num_experts: found {text.moe.num_experts}, expected a dense model; building mixture-of-experts models is "
-            "not supported yet (their configuration, spec and parameter counts are)"
+            f"num_experts: found {text.moe.num_experts}, expected a dense model; mixture-of-experts models "
+            "cannot be built yet, only described (`qwen35 spec`)"
         )
     return text
-
-
-def load_json(path: Path) -> JsonObject:
-    """Reads a JSON object, refusing what the standard reader lets pass: a key given twice.
-
-    Raises:
-        ConfigError: no such file, not readable, not JSON (with line and column), or not an object.
-    """
-    try:
-        content = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file; give a folder with a config.json, or the file itself") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error}); expected a JSON text file") from None
-    try:
-        data = json.loads(content, object_pairs_hook=_unique_keys)
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"{path}: line {error.lineno}, column {error.colno}: not valid JSON ({error.msg}); correct the file"
-        ) from None
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path}: found {type(data).__name__} at the top, expected a JSON object; correct the file")
-    return data
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> JsonObject:
-    entries: JsonObject = {}
-    for key, value in pairs:
-        if key in entries:
-            raise ConfigError(f"{key}: given twice in one object, expected once; remove one of the two")
-        entries[key] = value
-    return entries
 
 
 def _read(data: JsonObject) -> ModelConfig:
@@ -206,17 +182,23 @@ def _read(data: JsonObject) -> ModelConfig:
         for section in (data, data.get("text_config")):
             if isinstance(section, Mapping) and section.get(place):
                 raise ConfigError(
-                    f"{place}: found a quantized checkpoint, expected plain weights; loading quantized weights is not "
-                    "supported, take the unquantized model"
+                    f"{place}: found a quantized checkpoint, expected plain weights; quantized weights "
+                    "cannot be loaded, take the unquantized model"
                 )
-    nested = "text_config" in data
+    nested = _is_nested(data)
     text_section = _section(data, "text_config") if nested else data
     try:
         text = read_text(text_section, sparse=sparse)
     except ConfigError as error:
         raise (ConfigError(f"text_config.{error}") if nested else error) from None
     if nested:
-        _check_top_level(data, text_section, text, sparse)
+        for field in _contradictions(data, text_section, text):
+            refuse(
+                field,
+                data[field],
+                f"what text_config says ({text_section.get(field)!r})",
+                "the nested layout reads text_config; drop the field at the top or correct it",
+            )
     vision = None
     if data.get("vision_config") is not None:
         section = _section(data, "vision_config")
@@ -246,28 +228,41 @@ def _read_model_type(data: JsonObject) -> str:
     if isinstance(model_type, str) and model_type in OTHER_ARCHITECTURES:
         refuse("model_type", model_type, ", ".join(MODEL_TYPES), OTHER_ARCHITECTURES[model_type])
     if model_type not in MODEL_TYPES:
-        refuse("model_type", model_type, ", ".join(MODEL_TYPES), "this package builds the Qwen3.5 family only")
+        refuse(
+            "model_type", model_type, ", ".join(MODEL_TYPES), "this package builds the Qwen3.5 family only"
+        )
     family = model_type.removesuffix("_text")
     if model_type in TEXT_TYPES:
         for name in ("text_config", "vision_config"):
             if data.get(name) is not None:
-                refuse("model_type", model_type, f"{family!r} beside a {name}", f"correct it or drop the {name}")
-    for name, suffix in (("text_config", "_text"), ("vision_config", "_vision")):
+                refuse(
+                    "model_type", model_type, f"{family!r} beside a {name}", f"correct it or drop the {name}"
+                )
+    # Early checkpoints repeat the outer name inside, and the vision tower is one for dense and sparse models.
+    inner_types = {
+        "text_config": (f"{family}_text", family),
+        "vision_config": ("qwen3_5_vision", "qwen3_5_moe_vision", *COMPOSITE_TYPES),
+    }
+    for name, known in inner_types.items():
         section = data.get(name)
         inner = section.get("model_type") if isinstance(section, Mapping) else None
-        # Early checkpoints repeat the outer name inside.
-        if inner is not None and inner not in (family, family + suffix):
-            refuse(f"{name}.model_type", inner, f"{family + suffix!r} under model_type {model_type!r}")
+        if inner is not None and inner not in known:
+            refuse(f"{name}.model_type", inner, f"{known[0]!r} under model_type {model_type!r}")
     return model_type
 
 
-def _check_top_level(data: JsonObject, section: JsonObject, text: TextConfig, sparse: bool) -> None:
-    """Text fields that stand at the top of a nested file are not read: they must not say anything else."""
-    known = {field.name for field in dataclasses.fields(TextConfig)} | {
-        "rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "full_attention_interval",
-        "num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size",
-    }  # fmt: skip
-    for field in sorted((known & data.keys()) - FREE_AT_THE_TOP):
+def _is_nested(data: Mapping[str, Any]) -> bool:
+    return data.get("text_config") is not None
+
+
+def _contradictions(data: JsonObject, section: JsonObject, text: TextConfig) -> list[str]:
+    """Text fields at the top of a nested file that say something else than its `text_config`.
+
+    They are not read, so they must not lead a reader astray: another tool might take them.
+    """
+    sparse = text.moe is not None
+    contradicting = []
+    for field in sorted((TEXT_SECTION_FIELDS & data.keys()) - FREE_AT_THE_TOP):
         if data[field] is None or data[field] == section.get(field):
             continue
         try:
@@ -275,10 +270,8 @@ def _check_top_level(data: JsonObject, section: JsonObject, text: TextConfig, sp
         except ConfigError:
             same = False
         if not same:
-            refuse(
-                field, data[field], f"what text_config says ({section.get(field)!r})",
-                "the nested layout reads text_config; drop the field at the top or correct it",
-            )  # fmt: skip
+            contradicting.append(field)
+    return contradicting
 
 
 def _read_tying(data: JsonObject, text_section: JsonObject, *, has_vision: bool) -> bool:
@@ -318,7 +311,13 @@ def _write_new(config: ModelConfig) -> JsonObject:
     if config.vision is None:
         # The placeholder tokens mean nothing to a text model, but a changed one is still part of this object.
         changed = {field: token for field, token in tokens.items() if token != SPECIAL_TOKENS[field]}
-        return {"architectures": [f"{family}ForCausalLM"], "model_type": config.model_type, **beside, **text, **changed}
+        return {
+            "architectures": [f"{family}ForCausalLM"],
+            "model_type": config.model_type,
+            **beside,
+            **text,
+            **changed,
+        }
     vision: JsonObject = {"model_type": f"{config.model_type}_vision"}
     write_vision(vision, config.vision, None)
     return {

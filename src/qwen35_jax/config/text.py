@@ -1,7 +1,7 @@
 """The language model's configuration (`text_config` of a Hugging Face `config.json`), as frozen dataclasses.
 
-Field names are those of the Hugging Face file, so that a reader can hold one beside the other. Every object is
-checked when it is made, also by `dataclasses.replace`, so that code that receives one need not ask again.
+Field names are those of the Hugging Face file, so that a reader can hold one beside the other. Every object
+is checked when it is made, also by `dataclasses.replace`, so that code that receives one need not ask again.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ DEFAULT_MROPE_SECTION = (11, 11, 10)
 class RopeConfig:
     """Rotary position embedding of the full-attention layers (`rope_parameters`).
 
-    `factor`, `original_max_position_embeddings`, `beta_fast`, `beta_slow`, `attention_factor`, `mscale`,
-    `mscale_all_dim` and `truncate` belong to YaRN (Peng et al. 2023, arXiv:2309.00071), which stretches the context
-    from `original_max_position_embeddings` to `factor` times as many tokens.
+    The fields from `factor` on belong to YaRN (Peng et al. 2023, arXiv:2309.00071), which stretches the
+    context from `original_max_position_embeddings` to `factor` times as many tokens.
     """
 
     rope_type: Literal["default", "yarn"] = "default"
@@ -46,7 +45,9 @@ class RopeConfig:
     truncate: bool = True
 
     def __post_init__(self) -> None:
-        check_choice("rope_type", self.rope_type, ("default", "yarn"), "other kinds of scaling are not supported")
+        check_choice(
+            "rope_type", self.rope_type, ("default", "yarn"), "other kinds of scaling are not supported"
+        )
         check_number("rope_theta", self.rope_theta, positive=True)
         check_number("partial_rotary_factor", self.partial_rotary_factor, positive=True)
         if self.partial_rotary_factor > 1:
@@ -70,20 +71,32 @@ class RopeConfig:
         check_flag("truncate", self.truncate)
         if self.rope_type == "yarn":
             if self.factor is None or self.factor < 1:
-                refuse("factor", self.factor, "a number of at least 1 for rope_type 'yarn'", "say how far to stretch")
+                refuse(
+                    "factor",
+                    self.factor,
+                    "a number of at least 1 for rope_type 'yarn'",
+                    "say how far to stretch",
+                )
             if self.original_max_position_embeddings is None:
                 refuse(
-                    "original_max_position_embeddings", None, "a whole number for rope_type 'yarn'",
+                    "original_max_position_embeddings",
+                    None,
+                    "a whole number for rope_type 'yarn'",
                     "give the context length that the model was trained for",
-                )  # fmt: skip
+                )
         elif self.factor not in (None, 1):
             # Left alone, a wish for a longer context would be ignored without a word.
-            refuse("factor", self.factor, "no factor for rope_type 'default'", "set rope_type to 'yarn' or drop it")
+            refuse(
+                "factor",
+                self.factor,
+                "no factor for rope_type 'default'",
+                "set rope_type to 'yarn' or drop it",
+            )
 
 
 @dataclasses.dataclass(frozen=True)
 class MoEConfig:
-    """Sparse feed-forward of the `qwen3_5_moe` models: every layer has `num_experts` and one shared expert."""
+    """Sparse feed-forward of the `qwen3_5_moe` models: in each layer `num_experts` and a shared one."""
 
     num_experts: int
     num_experts_per_tok: int
@@ -97,7 +110,9 @@ class MoEConfig:
         ):  # fmt: skip
             check_integer(name, getattr(self, name))
         if self.num_experts_per_tok > self.num_experts:
-            refuse("num_experts_per_tok", self.num_experts_per_tok, f"at most num_experts ({self.num_experts})")
+            refuse(
+                "num_experts_per_tok", self.num_experts_per_tok, f"at most num_experts ({self.num_experts})"
+            )
         check_number("router_aux_loss_coef", self.router_aux_loss_coef)
 
 
@@ -134,24 +149,29 @@ class TextConfig:
 
     def __post_init__(self) -> None:
         for name in (
-            "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-            "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
-            "linear_conv_kernel_dim", "max_position_embeddings",
+            "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+            "head_dim", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim",
+            "linear_value_head_dim", "linear_conv_kernel_dim", "max_position_embeddings",
         ):  # fmt: skip
             check_integer(name, getattr(self, name))
         check_multiple(
             "num_attention_heads", self.num_attention_heads, "num_key_value_heads", self.num_key_value_heads
         )
         check_multiple(
-            "linear_num_value_heads", self.linear_num_value_heads, "linear_num_key_heads", self.linear_num_key_heads
+            "linear_num_value_heads",
+            self.linear_num_value_heads,
+            "linear_num_key_heads",
+            self.linear_num_key_heads,
         )
         if self.moe is None:
             check_integer("intermediate_size", self.intermediate_size)
         elif self.intermediate_size is not None:
             refuse(
-                "intermediate_size", self.intermediate_size, "nothing in a mixture-of-experts model",
+                "intermediate_size",
+                self.intermediate_size,
+                "nothing in a mixture-of-experts model",
                 "its sizes are moe_intermediate_size and shared_expert_intermediate_size",
-            )  # fmt: skip
+            )
         self._check_layer_types()
         check_choice("hidden_act", self.hidden_act, ("silu",), "the family has no other")
         check_choice("output_gate_type", self.output_gate_type, ("silu", "sigmoid"))
@@ -170,9 +190,11 @@ class TextConfig:
             refuse("layer_types", self.layer_types, "a tuple of layer kinds")
         if len(self.layer_types) != self.num_hidden_layers:
             refuse(
-                "layer_types", f"{len(self.layer_types)} entries", f"one for each of num_hidden_layers "
-                f"({self.num_hidden_layers})", "correct one of the two",
-            )  # fmt: skip
+                "layer_types",
+                f"{len(self.layer_types)} entries",
+                f"one for each of num_hidden_layers ({self.num_hidden_layers})",
+                "correct one of the two",
+            )
         for index, kind in enumerate(self.layer_types):
             check_choice(f"layer_types[{index}]", kind, LAYER_KINDS)
 
@@ -180,17 +202,20 @@ class TextConfig:
         half, section = self.rotary_dim // 2, self.rope.mrope_section
         if self.rotary_dim < 2 or self.rotary_dim % 2:
             refuse(
-                "partial_rotary_factor", self.rope.partial_rotary_factor,
+                "partial_rotary_factor",
+                self.rope.partial_rotary_factor,
                 f"a share that rotates an even number of the {self.head_dim} dimensions of a head",
-            )  # fmt: skip
-        # A file that names no section gets the family's, which reaches past the end of a smaller head's frequencies;
-        # the reference ignores that part. Any other section has to fit.
+            )
+        # A file that names no section gets the family's, which reaches past the end of a smaller head's
+        # frequencies; the reference ignores that part. Any other section has to fit.
         if sum(section) != half and not (section == DEFAULT_MROPE_SECTION and half < sum(section)):
             refuse(
-                "mrope_section", list(section), f"a sum of {half}, half of the {self.rotary_dim} rotated dimensions "
+                "mrope_section",
+                list(section),
+                f"a sum of {half}, half of the {self.rotary_dim} rotated dimensions "
                 f"(head_dim {self.head_dim} times partial_rotary_factor {self.rope.partial_rotary_factor:g})",
                 "correct one of the three",
-            )  # fmt: skip
+            )
 
     def _check_token_ids(self) -> None:
         for name in ("bos_token_id", "pad_token_id"):
@@ -214,8 +239,8 @@ class TextConfig:
     def max_context(self) -> int:
         """Most tokens that a sequence may have.
 
-        With YaRN it is `factor * original_max_position_embeddings`. A `max_position_embeddings` that differs from the
-        original length is a cap on that: the file states how far the stretched model is meant to go.
+        With YaRN it is `factor * original_max_position_embeddings`. A `max_position_embeddings` that differs
+        from the original length is a cap on that: the file states how far the model is meant to go.
         """
         original = self.rope.original_max_position_embeddings
         if self.rope.rope_type != "yarn" or self.rope.factor is None or original is None:

@@ -12,8 +12,9 @@ from qwen35_jax.config.checks import check_choice, check_integer, check_multiple
 class VisionConfig:
     """The vision tower: patches to embeddings of the language model.
 
-    `num_position_embeddings` is the number of entries of a square table of learned positions. `out_hidden_size` is the
-    language model's `hidden_size`; the Hugging Face default fits no published model, so it has none here.
+    `num_position_embeddings` is the number of entries of a square table of learned positions.
+    `out_hidden_size` is the language model's `hidden_size`; the Hugging Face default fits no published model,
+    so it has none here.
     """
 
     depth: int
@@ -32,16 +33,18 @@ class VisionConfig:
 
     def __post_init__(self) -> None:
         for name in (
-            "depth", "hidden_size", "intermediate_size", "num_heads", "out_hidden_size", "in_channels", "patch_size",
-            "spatial_merge_size", "temporal_patch_size", "num_position_embeddings",
+            "depth", "hidden_size", "intermediate_size", "num_heads", "out_hidden_size", "in_channels",
+            "patch_size", "spatial_merge_size", "temporal_patch_size", "num_position_embeddings",
         ):  # fmt: skip
             check_integer(name, getattr(self, name))
         check_multiple("hidden_size", self.hidden_size, "num_heads", self.num_heads)
         if self.head_dim % 4:
             refuse(
-                "hidden_size", self.hidden_size, f"num_heads ({self.num_heads}) times a multiple of 4, because rows and "
+                "hidden_size",
+                self.hidden_size,
+                f"num_heads ({self.num_heads}) times a multiple of 4, because rows and "
                 "columns each rotate half of a head in pairs",
-            )  # fmt: skip
+            )
         if self.position_grid**2 != self.num_position_embeddings:
             refuse("num_position_embeddings", self.num_position_embeddings, "a square number")
         check_choice("hidden_act", self.hidden_act, ("gelu_pytorch_tanh",), "the family has no other")
