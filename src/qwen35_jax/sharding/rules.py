@@ -1,0 +1,121 @@
+"""The one table from logical axes to mesh axes.
+
+Every parameter names its logical axes where it is made (`qwen35_jax.nn.parameter`). Cutting a model over a mesh is a
+choice of rules, made here, after the model is written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from qwen35_jax.cache import AttentionCache, Cache, DeltaNetCache
+from qwen35_jax.errors import ConfigError
+from qwen35_jax.model import Parameters
+
+MESH_AXES = ("data", "fsdp", "sequence", "tensor", "expert")
+
+# Heads are the unit of tensor parallelism: each device holds whole heads of every part (q, k, v, z, gate), its part
+# of the convolution and of the memory, and one sum over `tensor` follows out_proj, o_proj and down. The residual
+# width is cut over `fsdp` and gathered for use. Small vectors are replicated: cutting them saves nothing.
+RULES: Mapping[str, str | None] = {
+    "batch": "data",
+    "time": "sequence",
+    "vocab": "tensor",
+    "embed": "fsdp",
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "key_heads": "tensor",
+    "value_heads": "tensor",
+    "mlp": "tensor",
+    "expert": "expert",
+    "repeats": None,
+    "head_dim": None,
+    "key_dim": None,
+    "value_dim": None,
+    "kernel": None,
+    "window": None,
+    "capacity": None,
+    "mtp_embed": None,
+    "mtp_part": None,
+}
+
+# Heads that several others share: where there are fewer of them than shards, every shard keeps them all.
+SHARED_HEADS = frozenset({"kv_heads", "key_heads"})
+
+
+@dataclasses.dataclass(frozen=True)
+class LogicalAxes:
+    """Names of an array's axes, outermost first."""
+
+    names: tuple[str, ...]
+
+
+def parameter_axes(graphdef: nnx.GraphDef, parameters: Parameters) -> Parameters:
+    """The logical axes of every parameter, as a tree of the parameters' structure."""
+    model = nnx.merge(graphdef, parameters)
+    return nnx.to_pure_dict(
+        jax.tree.map(
+            lambda variable: variable.replace(LogicalAxes(variable.axes)),
+            nnx.state(model),
+            is_leaf=lambda node: isinstance(node, nnx.Variable),
+        )
+    )
+
+
+def cache_axes(cache: Cache) -> Cache:
+    """The logical axes of every array of a cache, as a tree of its structure."""
+    keys = LogicalAxes(("repeats", "batch", "window", "key_heads", "key_dim"))
+    values = LogicalAxes(("repeats", "batch", "window", "value_heads", "value_dim"))
+    state = LogicalAxes(("repeats", "batch", "value_heads", "key_dim", "value_dim"))
+    slots = LogicalAxes(("repeats", "batch", "capacity", "kv_heads", "head_dim"))
+
+    def layer(memory: DeltaNetCache | AttentionCache) -> DeltaNetCache | AttentionCache:
+        if isinstance(memory, AttentionCache):
+            return AttentionCache(slots, slots)
+        return DeltaNetCache(keys, keys, values, state)
+
+    groups = tuple(tuple(map(layer, group)) for group in cache.groups)
+    return Cache(groups, LogicalAxes(("batch",)), cache.capacity)
+
+
+def shardings(mesh: Mesh, axes, arrays):
+    """A `NamedSharding` for every array.
+
+    Args:
+        mesh: its axis names are among `MESH_AXES`; a missing one counts as size 1.
+        axes: tree of `LogicalAxes`.
+        arrays: tree of arrays, or of shapes and dtypes, with the same structure.
+
+    Raises:
+        ConfigError: an axis does not divide over its mesh axis; names the axis, its size and the mesh axis.
+    """
+    unknown = set(mesh.axis_names) - set(MESH_AXES)
+    if unknown:
+        raise ConfigError(f"mesh: unknown axes {sorted(unknown)}; expected some of {list(MESH_AXES)}")
+
+    def one(logical: LogicalAxes, array) -> NamedSharding:
+        return NamedSharding(mesh, _partition(mesh, logical.names, array.shape))
+
+    return jax.tree.map(one, axes, arrays, is_leaf=lambda node: isinstance(node, LogicalAxes))
+
+
+def _partition(mesh: Mesh, names: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec:
+    partition = []
+    for name, size in zip(names, shape, strict=True):
+        mesh_axis = RULES[name]
+        shards = mesh.shape.get(mesh_axis, 1) if mesh_axis else 1
+        if shards == 1 or (name in SHARED_HEADS and size < shards and shards % size == 0):
+            partition.append(None)
+        elif size % shards:
+            raise ConfigError(
+                f"mesh: {size} {name} do not divide over {shards} devices of mesh axis '{mesh_axis}'; "
+                f"choose a size of '{mesh_axis}' that divides {size}"
+            )
+        else:
+            partition.append(mesh_axis)
+    return PartitionSpec(*partition)

@@ -1,0 +1,126 @@
+"""One table of logical axes cuts a model over a mesh, and changes no answer."""
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec
+
+from qwen35_jax.config import ModelConfig, RopeConfig, TextConfig
+from qwen35_jax.errors import ConfigError
+from qwen35_jax.model import abstract_model
+from qwen35_jax.sharding import parameter_axes, shardings
+from qwen35_jax.sharding.rules import LogicalAxes
+
+PATTERN = ("linear_attention", "linear_attention", "linear_attention", "full_attention")
+CONFIG = ModelConfig(
+    TextConfig(
+        vocab_size=104,
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        linear_num_key_heads=4,
+        linear_num_value_heads=8,
+        linear_key_head_dim=16,
+        linear_value_head_dim=12,
+        layer_types=PATTERN * 2,
+        rope=RopeConfig(mrope_section=(2, 1, 1)),
+    )
+)
+
+
+def test_every_parameter_names_as_many_axes_as_it_has():
+    graphdef, parameters = abstract_model(
+        CONFIG, parameter_dtype=jnp.float32, dtype=jnp.float32, mtp=True
+    )
+    axes = parameter_axes(graphdef, parameters)
+    counts = jax.tree.map(
+        lambda logical, array: (len(logical.names), array.ndim),
+        axes,
+        parameters,
+        is_leaf=lambda node: isinstance(node, LogicalAxes),
+    )
+    pairs = jax.tree.leaves(counts, is_leaf=lambda node: isinstance(node, tuple))
+    assert len(pairs) > 40
+    assert all(named == axes for named, axes in pairs)
+
+
+def test_heads_that_do_not_divide_are_refused_by_name_before_any_compile():
+    mesh = _abstract_mesh(tensor=3)
+    with pytest.raises(ConfigError, match=r"8 heads do not divide over 3 devices.*'tensor'"):
+        shardings(mesh, {"q": LogicalAxes(("heads", "embed"))}, {"q": jnp.zeros((8, 48))})
+
+
+def test_shared_heads_fewer_than_shards_are_replicated():
+    mesh = _abstract_mesh(tensor=8)
+    axes = {"k": LogicalAxes(("kv_heads", "embed")), "q": LogicalAxes(("heads", "embed"))}
+    cut = shardings(mesh, axes, {"k": jnp.zeros((2, 48)), "q": jnp.zeros((8, 48))})
+    assert cut["k"].spec == PartitionSpec(None, None)
+    assert cut["q"].spec == PartitionSpec("tensor", None)
+
+
+def _abstract_mesh(**sizes: int) -> jax.sharding.AbstractMesh:
+    return jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
+
+
+EIGHT_DEVICES = textwrap.dedent(
+    """
+    import json
+    import jax, jax.numpy as jnp, numpy as np
+    from jax.sharding import Mesh
+    from qwen35_jax.cache import init_cache
+    from qwen35_jax.model import decode_step, init_model, prefill
+    from qwen35_jax.sharding import cache_axes, parameter_axes, shardings
+    from tests.sharding.test_rules import CONFIG
+
+    graphdef, parameters = init_model(CONFIG, seed=3, parameter_dtype=jnp.float32, dtype=jnp.float32)
+    tokens = jax.random.randint(jax.random.key(1), (4, 23), 0, CONFIG.text.vocab_size)
+
+    def run(parameters, place_cache):
+        cache = place_cache(init_cache(CONFIG.text, batch=4, capacity=32, dtype=jnp.float32))
+        logits, cache = prefill(graphdef, parameters, tokens[:, :21], cache)
+        steps = [logits]
+        for t in (21, 22):
+            logits, cache = decode_step(graphdef, parameters, tokens[:, t], cache)
+            steps.append(logits)
+        return np.stack(steps), cache
+
+    alone, _ = run(parameters, lambda cache: cache)
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "tensor"))
+    axes = parameter_axes(graphdef, parameters)
+    cut = jax.device_put(parameters, shardings(mesh, axes, parameters))
+    together, cache = run(
+        cut, lambda cache: jax.device_put(cache, shardings(mesh, cache_axes(cache), cache))
+    )
+    mixer = cut["decoder"]["groups"][0]["layers"][0]["mixer"]
+    print(json.dumps({
+        "difference": float(abs(together - alone).max() / abs(alone).max()),
+        "value_heads_per_device": mixer["v_weight"].addressable_shards[0].data.shape[1],
+        "state_heads_per_device": cache.groups[0][0].state.addressable_shards[0].data.shape[2],
+    }))
+    """
+)
+
+
+def test_heads_over_eight_devices_equal_one_device():
+    result = subprocess.run(
+        [sys.executable, "-c", EIGHT_DEVICES],
+        env={"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu", "PATH": ""},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    seen = json.loads(result.stdout)
+    assert seen["difference"] < 1e-5
+    assert seen["value_heads_per_device"] == 2
+    assert seen["state_heads_per_device"] == 2
