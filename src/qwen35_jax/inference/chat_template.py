@@ -1,0 +1,191 @@
+"""Rendering a conversation with the checkpoint's own chat template.
+
+Templates are programs that come with the weights, so they run in Jinja's sandbox, with the filters and
+functions that `transformers` gives them and nothing else.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from qwen35_jax.errors import PromptError
+from qwen35_jax.inference.tokenizer import CONFIG_FILE_NAME, Tokenizer, read_json_object
+
+FILE_NAME = "chat_template.jinja"
+
+
+class ChatTemplate:
+    """A compiled chat template.
+
+    Args:
+      source: the template's text.
+      special_tokens: variables such as `eos_token` that templates may print.
+
+    Raises:
+      PromptError: the source is no valid template.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None):
+        self._special_tokens = dict(special_tokens or {})
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise PromptError(f"the chat template is not valid: {error}") from error
+
+    @classmethod
+    def from_folder(cls, folder: str | os.PathLike[str]) -> ChatTemplate:
+        """Reads `chat_template.jinja`, or else `chat_template` of `tokenizer_config.json`.
+
+        Raises:
+          PromptError: neither is there, or the template is not valid.
+        """
+        config = read_json_object(Path(folder) / CONFIG_FILE_NAME)
+        path = Path(folder) / FILE_NAME
+        source = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
+        if isinstance(source, list):  # several named templates: [{"name": "default", "template": "..."}]
+            named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
+            source = named.get("default")
+        if not isinstance(source, str):
+            raise PromptError(
+                f"{folder} has neither {FILE_NAME} nor a chat_template in {CONFIG_FILE_NAME}: "
+                "give a plain prompt instead of a chat"
+            )
+        roles = ("bos_token", "eos_token", "pad_token", "unk_token")
+        return cls(source, {role: text for role in roles if (text := _token_text(config.get(role)))})
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        enable_thinking: bool | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """The conversation as the text that the model continues.
+
+        Args:
+          messages: each a mapping with `role` and `content`; an assistant's may have `tool_calls` in the form
+            of the OpenAI API, whose arguments may be a mapping or the JSON text of one.
+          add_generation_prompt: end with the opening of the assistant's turn.
+          enable_thinking: passed to the template; None leaves the template's own default.
+          tools: descriptions of functions that the model may call.
+          **variables: anything else that the template reads.
+
+        Raises:
+          PromptError: a message is malformed, or the template refuses the conversation.
+        """
+        if enable_thinking is not None:
+            variables["enable_thinking"] = enable_thinking
+        try:
+            return self._template.render(
+                **self._special_tokens,
+                messages=[_checked(message, index) for index, message in enumerate(messages)],
+                tools=list(tools) if tools else None,
+                add_generation_prompt=add_generation_prompt,
+                **variables,
+            )
+        except jinja2.TemplateError as error:
+            raise PromptError(f"the chat template refuses this conversation: {error}") from error
+        except (TypeError, ValueError, ArithmeticError, LookupError) as error:
+            if isinstance(error, PromptError):
+                raise
+            raise PromptError(f"the chat template fails on this conversation: {error}") from error
+
+
+def encode_chat(
+    template: ChatTemplate, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **options: Any
+) -> list[int]:
+    """Token ids of a rendered conversation; `options` are those of `ChatTemplate.render`."""
+    return tokenizer.encode(template.render(messages, **options), add_special_tokens=False)
+
+
+def _checked(message: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """The message, its tool calls' arguments as mappings: templates iterate over them."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise PromptError(f"message {index} is {message!r}, expected a mapping with a role and a content")
+    checked = dict(message)
+    if checked.get("tool_calls"):
+        checked["tool_calls"] = [_checked_call(call, index) for call in checked["tool_calls"]]
+    return checked
+
+
+def _checked_call(call: Any, index: int) -> dict[str, Any]:
+    if not isinstance(call, Mapping):
+        raise PromptError(f"message {index} has a tool call {call!r}, expected a mapping")
+    call = dict(call)
+    if isinstance(call.get("function"), Mapping):
+        call["function"] = _checked_call(call["function"], index)
+        return call
+    arguments = call.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError as error:
+            raise PromptError(
+                f"message {index} calls {call.get('name')!r} with arguments that are no JSON: {error}"
+            ) from error
+    if arguments is not None:
+        if not isinstance(arguments, Mapping):
+            raise PromptError(
+                f"message {index} calls {call.get('name')!r} with arguments {arguments!r}, "
+                "expected a JSON object"
+            )
+        call["arguments"] = dict(arguments)
+    return call
+
+
+def _token_text(token: Any) -> str | None:
+    return token.get("content") if isinstance(token, dict) else token
+
+
+class _GenerationBlocks(Extension):
+    """Accepts `{% generation %}`, by which training templates mark the assistant's part, as its content."""
+
+    tags = {"generation"}  # noqa: RUF012 - the name and kind that jinja2 reads
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlocks]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes `<`, `>` and `&` for HTML, which would change what the model reads."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.datetime.now().strftime(pattern)

@@ -1,0 +1,305 @@
+"""Generating text: prompts in, tokens and text out, streamed while they come."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+
+from qwen35_jax.cache import Cache, init_cache
+from qwen35_jax.config import ModelConfig
+from qwen35_jax.errors import NonFiniteError, PromptError
+from qwen35_jax.inference.buckets import cache_capacity, prefill_chunks
+from qwen35_jax.inference.programs import Emission, Limits, Rows, first_token, next_token, prefill_chunk
+from qwen35_jax.inference.results import FinishReason, Generation, GenerationResult, Timing, TokenEvent
+from qwen35_jax.inference.sampling import stack_settings
+from qwen35_jax.inference.settings import DEFAULT_NEW_TOKENS, GenerationSettings
+from qwen35_jax.inference.stop_tokens import stop_token_ids
+from qwen35_jax.inference.streaming import AnswerText
+from qwen35_jax.inference.tokenizer import Tokenizer, check_token_ids
+from qwen35_jax.model import Parameters
+
+Prompt = str | Sequence[int]
+STOP_ID_SLOTS = 8
+"""Stop ids are padded to a multiple of this, so that their number compiles nothing."""
+
+
+class LoadedModel(Protocol):
+    """A model ready to run, as `qwen35_jax.checkpoint.load` returns it."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+    @property
+    def graphdef(self) -> nnx.GraphDef: ...
+    @property
+    def params(self) -> Parameters: ...
+    @property
+    def folder(self) -> str | os.PathLike[str] | None: ...
+
+
+def generate(
+    model: LoadedModel,
+    prompts: Sequence[Prompt],
+    settings: GenerationSettings | Sequence[GenerationSettings] | None = None,
+    *,
+    tokenizer: Tokenizer | None = None,
+    stop_ids: Iterable[int] | None = None,
+    on_token: Callable[[TokenEvent], None] | None = None,
+) -> GenerationResult:
+    """Continues prompts, all in one batch.
+
+    A row's answer does not depend on the rows beside it. Greedy decoding is the default.
+
+    Args:
+      model: from `qwen35_jax.checkpoint.load`.
+      prompts: texts or lists of token ids, of any lengths.
+      settings: one for all rows, or one per row.
+      tokenizer: of the model; needed for texts and stop strings, and read from the model's folder when one of
+        these is asked for. Given one, ids past its vocabulary are never drawn.
+      stop_ids: ids that end a row; by default those that the checkpoint names, see `stop_token_ids`.
+      on_token: called for every token as it arrives.
+
+    Returns:
+      Tokens, text and timing. The tokens are the same whether they are streamed or not.
+
+    Raises:
+      PromptError: a prompt is empty, holds bad ids or is too long for the context together with what is to be
+        generated; or a setting needs a tokenizer and there is none. Raised before anything is compiled.
+      NonFiniteError: the model's logits hold NaN or infinity.
+    """
+    if isinstance(prompts, str) or not prompts:
+        raise PromptError(f"prompts is {prompts!r}, expected a list of at least one prompt")
+    per_row = _settings_per_row(settings, len(prompts))
+    needs_text = any(isinstance(prompt, str) for prompt in prompts) or any(row.stop for row in per_row)
+    if tokenizer is None and needs_text:
+        if model.folder is None:
+            raise PromptError(
+                "texts and stop strings need a tokenizer, and this model comes without a folder"
+            )
+        tokenizer = Tokenizer.from_folder(model.folder)
+    tokens = [_prompt_tokens(prompt, tokenizer, model.config.text.vocab_size) for prompt in prompts]
+    per_row = _fit_to_context(tokens, per_row, model.config.text.max_position_embeddings)
+    if stop_ids is None:
+        stop_ids = stop_token_ids(
+            model.folder, config_ids=model.config.text.eos_token_id, tokenizer=tokenizer
+        )
+    run = _Run(model, tokens, per_row, tokenizer, tuple(stop_ids), on_token or (lambda event: None))
+    return run.result()
+
+
+def _settings_per_row(
+    settings: GenerationSettings | Sequence[GenerationSettings] | None, rows: int
+) -> list[GenerationSettings]:
+    if settings is None or isinstance(settings, GenerationSettings):
+        return [settings or GenerationSettings()] * rows
+    if len(settings) != rows:
+        raise PromptError(f"settings holds {len(settings)} entries, expected one per prompt ({rows})")
+    return list(settings)
+
+
+def _prompt_tokens(prompt: Prompt, tokenizer: Tokenizer | None, vocabulary_size: int) -> list[int]:
+    if isinstance(prompt, str):
+        assert tokenizer is not None
+        prompt = tokenizer.encode(prompt)
+    tokens = check_token_ids(prompt, vocabulary_size)
+    if not tokens:
+        raise PromptError("the prompt is empty: give at least one token to continue from")
+    return tokens
+
+
+def _fit_to_context(
+    prompts: Sequence[Sequence[int]], settings: Sequence[GenerationSettings], context: int
+) -> list[GenerationSettings]:
+    """The settings with `max_new_tokens` filled in."""
+    fitted = []
+    for row, (prompt, wanted) in enumerate(zip(prompts, settings, strict=True)):
+        if len(prompt) >= context:
+            raise PromptError(
+                f"prompt {row} has {len(prompt)} tokens, which leaves no room to answer in the model's "
+                f"context of {context} (max_position_embeddings): shorten the prompt"
+            )
+        room = context - len(prompt)
+        new = wanted.max_new_tokens or max(min(DEFAULT_NEW_TOKENS, room), wanted.min_new_tokens)
+        if new > room:
+            raise PromptError(
+                f"prompt {row} has {len(prompt)} tokens and {new} more are asked for, but the context "
+                f"of the model is {context} (max_position_embeddings): ask for at most {room} or shorten the prompt"
+            )
+        fitted.append(dataclasses.replace(wanted, max_new_tokens=new))
+    return fitted
+
+
+class _Run:
+    """One call of `generate`: the device's state on one side, the rows' tokens and texts on the other."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        prompts: list[list[int]],
+        settings: list[GenerationSettings],
+        tokenizer: Tokenizer | None,
+        stop_ids: tuple[int, ...],
+        on_token: Callable[[TokenEvent], None],
+    ):
+        self.model = model
+        self.prompts = prompts
+        self.on_token = on_token
+        self.most = np.array([row.max_new_tokens for row in settings])
+        self.seeds = [secrets.randbits(32) if row.seed is None else row.seed for row in settings]
+        self.texts = [AnswerText(tokenizer, row.stop, () if row.ignore_eos else stop_ids) for row in settings]
+        self.tokens: list[list[int]] = [[] for _ in prompts]
+        self.reasons: list[FinishReason | None] = [None] * len(prompts)
+        self.compile_seconds = 0.0
+
+        text = model.config.text
+        self.sampling = stack_settings(settings, self.seeds)
+        self.limits = Limits(
+            stop_ids=jnp.asarray(_stop_id_rows(settings, stop_ids)),
+            min_new_tokens=jnp.asarray(np.array([row.min_new_tokens for row in settings], np.int32)),
+            vocabulary_size=jnp.int32(
+                text.vocab_size if tokenizer is None else min(text.vocab_size, tokenizer.vocabulary_size)
+            ),
+            pad_id=jnp.int32(text.pad_token_id or 0),
+        )
+
+    def result(self) -> GenerationResult:
+        graphdef, params = self.model.graphdef, self.model.params
+        cache, logits = self._empty()
+        rows = self._first_rows()
+        chunks = list(self._padded_chunks())
+        keep = self.most > 1
+        # Compiled before the clock starts; calls below find the programs by their arguments' shapes.
+        for tokens, segment_ids in {
+            tokens.shape: (tokens, segment_ids) for tokens, segment_ids in chunks
+        }.values():
+            self._compile(prefill_chunk, graphdef, params, cache, logits, tokens, segment_ids)
+        self._compile(first_token, logits, rows, self.sampling, self.limits)
+        if keep.any():
+            self._compile(next_token, graphdef, params, cache, rows, keep, self.sampling, self.limits)
+
+        begin = time.perf_counter()
+        for tokens, segment_ids in chunks:
+            logits, cache = prefill_chunk(graphdef, params, cache, logits, tokens, segment_ids)
+        rows, emission = first_token(logits, rows, self.sampling, self.limits)
+        first_seen = begin
+        # The device runs one step ahead of the host: while a token becomes text and is shown, the next one is
+        # being computed. Stop ids freeze a row on the device itself; only the length and stop strings are
+        # told from here, and what a row draws after its end is not looked at.
+        for step in range(int(self.most.max())):
+            following = None
+            keep = np.array([reason is None for reason in self.reasons]) & (step + 1 < self.most)
+            if keep.any():
+                cache, rows, following = next_token(
+                    graphdef, params, cache, rows, keep, self.sampling, self.limits
+                )
+            emission = jax.device_get(emission)
+            if step == 0:
+                first_seen = time.perf_counter()
+            self._receive(emission, step)
+            if following is None or all(self.reasons):
+                break
+            emission = following
+        return self._collect(first_seen - begin, time.perf_counter() - first_seen)
+
+    def _empty(self) -> tuple[Cache, Array]:
+        """A cache with room for everything, and logits for the first chunk to replace."""
+        text = self.model.config.text
+        needed = max(len(prompt) + int(most) for prompt, most in zip(self.prompts, self.most, strict=True))
+        capacity = cache_capacity(needed, text.max_position_embeddings)
+        dtype = nnx.merge(self.model.graphdef, self.model.params).dtype
+        cache = init_cache(text, batch=len(self.prompts), capacity=capacity, dtype=dtype)
+        logits = jnp.zeros((len(self.prompts), text.vocab_size), jnp.promote_types(dtype, jnp.float32))
+        return cache, logits
+
+    def _first_rows(self) -> Rows:
+        batch, vocab = len(self.prompts), self.model.config.text.vocab_size
+        seen = np.zeros((batch, vocab), bool)
+        for row, prompt in enumerate(self.prompts):
+            seen[row, prompt] = True
+        return Rows(
+            token=jnp.zeros(batch, jnp.int32),
+            step=jnp.zeros(batch, jnp.int32),
+            active=jnp.ones(batch, bool),
+            seen=jnp.asarray(seen),
+            generated=jnp.zeros((batch, vocab), bool),
+        )
+
+    def _padded_chunks(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Tokens and segment ids of every piece of the prompts, padded on the right with padding ids."""
+        for chunk in prefill_chunks(max(map(len, self.prompts))):
+            tokens = np.zeros((len(self.prompts), chunk.padded_length), np.int32)
+            segment_ids = np.zeros_like(tokens)
+            for row, prompt in enumerate(self.prompts):
+                piece = prompt[chunk.start : chunk.stop]
+                tokens[row, : len(piece)] = piece
+                segment_ids[row, : len(piece)] = 1
+            yield tokens, segment_ids
+
+    def _compile(self, program: Any, *arguments: Any) -> None:
+        begin = time.perf_counter()
+        program.lower(*arguments).compile()
+        self.compile_seconds += time.perf_counter() - begin
+
+    def _receive(self, emission: Emission, step: int) -> None:
+        """Takes one step's tokens into the rows, and reports them."""
+        for row in np.flatnonzero(emission.emitted):
+            if self.reasons[row] is not None:
+                continue  # drawn after a stop string that the device had not heard of
+            if not emission.finite[row]:
+                raise NonFiniteError(
+                    f"the logits of row {row} hold NaN or infinity at step {step} (token "
+                    f"{len(self.prompts[row]) + step}): the weights or the precision are broken; "
+                    "look at the checkpoint, or try --dtype float32"
+                )
+            self._take(int(row), int(emission.token[row]), bool(emission.stopped[row]))
+
+    def _take(self, row: int, token: int, is_stop_id: bool) -> None:
+        text = self.texts[row]
+        self.tokens[row].append(token)
+        shown = text.push(token)
+        if is_stop_id or text.stopped:
+            self.reasons[row] = "stop"
+        elif len(self.tokens[row]) == self.most[row]:
+            self.reasons[row] = "length"
+        self.on_token(TokenEvent(row, token, shown))
+        if self.reasons[row] is not None:
+            shown = text.flush()
+            if text.stopped:
+                self.reasons[row] = "stop"
+            self.on_token(TokenEvent(row, None, shown, self.reasons[row]))
+
+    def _collect(self, prefill_seconds: float, decode_seconds: float) -> GenerationResult:
+        rows = zip(self.prompts, self.tokens, self.texts, self.reasons, self.seeds, strict=True)
+        decode_tokens = sum(len(tokens) - 1 for tokens in self.tokens)
+        return GenerationResult(
+            generations=tuple(
+                Generation(tuple(prompt), tuple(tokens), text.text, reason or "length", seed)
+                for prompt, tokens, text, reason, seed in rows
+            ),
+            timing=Timing(
+                compile_seconds=self.compile_seconds,
+                prefill_tokens=sum(map(len, self.prompts)),
+                prefill_seconds=prefill_seconds,
+                decode_tokens=decode_tokens,
+                decode_seconds=decode_seconds if decode_tokens else 0.0,
+            ),
+        )
+
+
+def _stop_id_rows(settings: Sequence[GenerationSettings], stop_ids: Sequence[int]) -> np.ndarray:
+    """Stop ids of each row, filled up with -1 to a multiple of `STOP_ID_SLOTS`."""
+    slots = max(1, -(-len(stop_ids) // STOP_ID_SLOTS)) * STOP_ID_SLOTS
+    rows = np.full((len(settings), slots), -1, np.int32)
+    for row, wanted in enumerate(settings):
+        if not wanted.ignore_eos:
+            rows[row, : len(stop_ids)] = stop_ids
+    return rows
