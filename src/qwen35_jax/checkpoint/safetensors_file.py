@@ -167,15 +167,24 @@ def open_safetensors(path: Path) -> SafetensorsFile:
         raise CheckpointError(
             f"{path}: the header is not UTF-8 text; it is not a safetensors file"
         ) from error
+    tensors, metadata = parse_header(path, header, data_start=8 + length)
+    _check_tiling(path, tensors, start=8 + length, size=size)
+    return SafetensorsFile(path, {tensor.name: tensor for tensor in tensors}, metadata, header)
+
+
+def parse_header(path: Path, header: str, *, data_start: int) -> tuple[list[StoredTensor], dict[str, str]]:
+    """The tensors of a header in the order of their data, and its `__metadata__`.
+
+    Raises:
+        CheckpointError: the header is malformed in itself; whether it fits the file is checked elsewhere.
+    """
     if not header.startswith("{"):
         raise CheckpointError(f"{path}: the header does not start with '{{'; it is not a safetensors file")
     parsed = json_without_duplicates(header, what=f"{path}: the header")
     assert isinstance(parsed, dict)  # a JSON text that starts with a brace and parses is an object
     metadata = _checked_metadata(path, parsed.pop("__metadata__", {}))
-    tensors = [_checked_tensor(path, name, entry, data_start=8 + length) for name, entry in parsed.items()]
-    tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
-    _check_tiling(path, tensors, start=8 + length, size=size)
-    return SafetensorsFile(path, {tensor.name: tensor for tensor in tensors}, metadata, header)
+    tensors = [_checked_tensor(path, name, entry, data_start=data_start) for name, entry in parsed.items()]
+    return sorted(tensors, key=lambda tensor: (tensor.offset, tensor.nbytes)), metadata
 
 
 def _checked_metadata(path: Path, metadata: object) -> dict[str, str]:

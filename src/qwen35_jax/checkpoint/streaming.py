@@ -178,7 +178,8 @@ class _Shards:
         if self.sharding is None:
             return jax.device_put(self.whole())
 
-        def box(index: tuple[slice, ...]) -> np.ndarray:
+        def box(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None  # only asked for devices of this process
             memory = self.boxes[_bounds(index, self.shape)].memory
             return memory if self.stacked else memory[0]
 

@@ -1,0 +1,72 @@
+"""Folders that appear complete or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fnmatch
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from qwen35_jax.errors import CheckpointError
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.md", "LICENSE*", "NOTICE*")
+"""Files beside the weights that belong to a model: tokenizer, chat template, generation settings, model
+card."""
+
+
+@contextlib.contextmanager
+def staged_folder(destination: Path, *, nbytes: int) -> Iterator[Path]:
+    """A new folder to write into, renamed to `destination` when the block ends without an error.
+
+    It lies beside the destination under a hidden name. An error removes it; a killed process leaves it
+    behind, and never a destination that looks complete.
+
+    Args:
+        destination: must not exist, or be an empty folder. Folders above it are made.
+        nbytes: about what will be written, to refuse before starting where the disk has less left.
+
+    Raises:
+        CheckpointError: the destination is in use, or the disk is (or gets) full.
+    """
+    if destination.is_dir() and any(destination.iterdir()):
+        raise CheckpointError(f"{destination}: exists and is not empty; remove it or choose another folder")
+    if destination.exists() and not destination.is_dir():
+        raise CheckpointError(f"{destination}: is a file, expected a folder to be made")
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(destination.parent).free
+    if free < nbytes:
+        raise CheckpointError(
+            f"{destination}: needs {nbytes / 1e9:.2f} GB, but only {free / 1e9:.2f} GB are free on that disk"
+        )
+    staging = destination.with_name(f".{destination.name}.partial-{os.getpid()}")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir()
+    try:
+        yield staging
+        os.rename(staging, destination)
+    except BaseException as error:
+        shutil.rmtree(staging, ignore_errors=True)
+        if _is_out_of_space(error):
+            raise CheckpointError(f"{destination}: the disk is full; nothing was written") from error
+        raise
+
+
+def _is_out_of_space(error: BaseException) -> bool:
+    """Whether writing failed for want of space; TensorStore tells so only in the text of a ValueError."""
+    if isinstance(error, OSError):
+        return error.errno in _NO_SPACE
+    return isinstance(error, ValueError) and os.strerror(errno.ENOSPC) in str(error)
+
+
+def copy_companions(source: Path, destination: Path) -> None:
+    """Copy the files that belong to a model beside its weights, except what is already at the destination."""
+    for path in sorted(source.iterdir()):
+        wanted = any(fnmatch.fnmatch(path.name, pattern) for pattern in COMPANIONS)
+        index_of_weights = path.name.endswith(".safetensors.index.json")
+        if wanted and path.is_file() and not index_of_weights and not (destination / path.name).exists():
+            shutil.copyfile(path, destination / path.name)
