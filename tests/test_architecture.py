@@ -22,7 +22,7 @@ TESTS = Path(__file__).parent
 LAYERS = (
     ("errors",),
     ("config",),
-    ("layer_groups", "ops"),
+    ("layer_groups", "ops", "spec"),
     ("cache",),
     ("nn",),
     ("model",),
