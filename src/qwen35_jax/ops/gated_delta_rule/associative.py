@@ -36,16 +36,15 @@ def compose(first: StateMap, second: StateMap) -> StateMap:
 
 def chunk_map(chunk: Chunk, terms: ChunkTerms) -> StateMap:
     """What the chunk does to any state it is entered with."""
-    tail = jnp.einsum(
-        "...kid,...krij->...krdj", chunk.k, terms.to_state[..., :, None] * terms.inverse, precision=HIGHEST
-    )
-    tail = tail * chunk.beta[..., None, :]
+    solved = terms.to_state[..., :, None] * terms.inverse * terms.beta[..., None, :]
+    tail = jnp.einsum("...ikd,...krij->...krdj", chunk.k, solved, precision=HIGHEST)
     forget = jnp.einsum(
-        "...krdj,...kjc->...krdc", tail * terms.from_state[..., None, :], chunk.k, precision=HIGHEST
+        "...krdj,...jkc->...krdc", tail * terms.from_state[..., None, :], chunk.k, precision=HIGHEST
     )
     identity = jnp.eye(chunk.k.shape[-1], dtype=chunk.k.dtype)
     transition = terms.from_state[..., -1, None, None] * identity - forget
-    return StateMap(transition, jnp.matmul(tail, chunk.v, precision=HIGHEST))
+    write = jnp.einsum("...krdj,...jkre->...krde", tail, chunk.v, precision=HIGHEST)
+    return StateMap(transition, write)
 
 
 def associative(

@@ -1,13 +1,14 @@
 """Inverse of unit lower triangular matrices, the one linear system inside a chunk of the delta rule.
 
-A chunk's corrections solve (I + L) x = b with L strictly lower triangular. The matrix is halved recursively,
+A chunk's corrections solve (I + L) x = b with L strictly lower triangular. Diagonal blocks of 16 are inverted by
+forward substitution, then neighbours are joined, doubling the size each time:
 
-    [ A 0 ]^-1     [  A^-1           0    ]
-    [ C B ]     =  [ -B^-1 C A^-1    B^-1 ],
+    [ A  0 ]^-1     [  A^-1           0    ]
+    [ C  B ]     =  [ -B^-1 C A^-1    B^-1 ].
 
-down to diagonal blocks of 16, which are solved by forward substitution. Only entries of true inverses are ever
-formed. The shorter ways (a Neumann product of powers of L, Newton-Schulz steps) form powers of L, which for
-correlated keys grow to 1e6 and more while the inverse stays below 1: in float32 nothing is left of the answer.
+Only entries of true inverses are ever formed. The shorter ways (a Neumann product of powers of L, Newton-Schulz
+steps) form powers of L, which for correlated keys grow beyond 1e6 while the inverse stays below 1: in float32 nothing
+is left of the answer.
 """
 
 import jax
@@ -23,26 +24,49 @@ def _matmul(a, b):
 
 
 def _forward_substitution(lower):
-    """Inverse of I + `lower` row by row: row i = e_i - sum_{j<i} lower[i, j] row j."""
+    """Inverse of I + `lower`: column j of `lower` takes multiples of row j, by then final, from the rows below."""
     size = lower.shape[-1]
-    identity = jnp.eye(size, dtype=lower.dtype)
-    rows = [jnp.broadcast_to(identity[0], (*lower.shape[:-2], size))]
-    for i in range(1, size):
-        known = jnp.stack(rows, axis=-2)
-        rows.append(identity[i] - jnp.sum(lower[..., i, :i, None] * known, axis=-2))
-    return jnp.stack(rows, axis=-2)
+
+    def eliminate(j, inverse):
+        column = jax.lax.dynamic_index_in_dim(lower, j, axis=-1, keepdims=True)
+        row = jax.lax.dynamic_index_in_dim(inverse, j, axis=-2, keepdims=True)
+        return inverse - column * row
+
+    identity = jnp.broadcast_to(jnp.eye(size, dtype=lower.dtype), lower.shape)
+    return jax.lax.fori_loop(0, size - 1, eliminate, identity)
+
+
+def _blocks(matrix, size, *, row, column, step):
+    """Blocks (row, column), (row + step, column + step), ... of `matrix`, in blocks of `size`, as one axis."""
+    count = matrix.shape[-1] // size // step
+    corners = [((row + i * step) * size, (column + i * step) * size) for i in range(count)]
+    return jnp.stack([matrix[..., y : y + size, x : x + size] for y, x in corners], axis=-3)
 
 
 def _invert(lower):
-    size = lower.shape[-1]
-    if size <= SUBSTITUTION_SIZE:
+    size = SUBSTITUTION_SIZE
+    full = lower.shape[-1]
+    if full <= size:
         return _forward_substitution(lower)
-    half = size // 2
-    upper_left = _invert(lower[..., :half, :half])
-    lower_right = _invert(lower[..., half:, half:])
-    lower_left = -_matmul(lower_right, _matmul(lower[..., half:, :half], upper_left))
-    top = jnp.concatenate([upper_left, jnp.zeros_like(lower_left.mT)], axis=-1)
-    return jnp.concatenate([top, jnp.concatenate([lower_left, lower_right], axis=-1)], axis=-2)
+    padded = size
+    while padded < full:
+        padded *= 2
+    lower = jnp.pad(lower, [(0, 0)] * (lower.ndim - 2) + [(0, padded - full)] * 2)
+
+    inverse = _forward_substitution(_blocks(lower, size, row=0, column=0, step=1))
+    while size < padded:
+        upper_left, lower_right = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
+        between = _blocks(lower, size, row=1, column=0, step=2)
+        lower_left = -_matmul(lower_right, _matmul(between, upper_left))
+        inverse = jnp.concatenate(
+            [
+                jnp.concatenate([upper_left, jnp.zeros_like(upper_left)], axis=-1),
+                jnp.concatenate([lower_left, lower_right], axis=-1),
+            ],
+            axis=-2,
+        )
+        size *= 2
+    return inverse[..., 0, :full, :full]
 
 
 @jax.custom_jvp

@@ -11,11 +11,12 @@ including token i, Gamma_ij = exp(G_i - G_j) for j <= i (0 otherwise), and
 Products of queries and keys belong to the key head and are computed once for all its value heads.
 """
 
+import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from qwen35_jax.ops.gated_delta_rule.block_inverse import unit_lower_inverse
 
@@ -25,16 +26,14 @@ HIGHEST = jax.lax.Precision.HIGHEST
 class Chunk(NamedTuple):
     """Inputs of one chunk; `*chunks` stands for any leading axes (batch, or chunk and batch)."""
 
-    q: Float[Array, "*chunks key_heads size key_dim"]
-    k: Float[Array, "*chunks key_heads size key_dim"]
-    v: Float[Array, "*chunks key_heads group size value_dim"]
-    beta: Float[Array, "*chunks key_heads group size"]
-    total: Float[Array, "*chunks key_heads group size"]
-    """G, and what float rounding took from it (`residue`): differences of G stay exact however large G is."""
-    residue: Float[Array, "*chunks key_heads group size"]
-    same_segment: Bool[Array, "*chunks size size"] | None
-    sees_state: Bool[Array, "*chunks size"] | None
-    """Tokens that still belong to the segment of the state the chunk is entered with."""
+    q: Float[Array, "*chunks size key_heads key_dim"]
+    k: Float[Array, "*chunks size key_heads key_dim"]
+    v: Float[Array, "*chunks size key_heads group value_dim"]
+    log_decay: Float[Array, "*chunks size key_heads group"]
+    beta: Float[Array, "*chunks size key_heads group"]
+    segment: Int[Array, "*chunks size"] | None
+    segment_before: Int[Array, "*chunks"] | None
+    """The segment that the state belongs to with which the chunk is entered."""
 
 
 class ChunkTerms(NamedTuple):
@@ -46,25 +45,29 @@ class ChunkTerms(NamedTuple):
     """exp(G_i), 0 for tokens that do not see the state."""
     to_state: Float[Array, "*chunks key_heads group size"]
     """exp(G_C - G_i), 0 for tokens whose segment ends within the chunk."""
+    beta: Float[Array, "*chunks key_heads group size"]
 
 
-def compensated_cumsum(
-    x: Float[Array, "*batch size"],
-) -> tuple[Float[Array, "*batch size"], Float[Array, "*batch size"]]:
-    """Cumulative sum over the last axis as `(sum, residue)`, whose exact sum carries twice the digits.
+def split_cumsum(
+    log_decay: Float[Array, "*chunks size heads group"],
+) -> tuple[Float[Array, "*chunks heads group size"], Float[Array, "*chunks heads group size"]]:
+    """Cumulative sum G over the tokens as `(coarse, fine)`, G = coarse + fine, where coarse is free of rounding.
 
-    A decay between two late tokens is exp of a difference of two sums; where an early token decayed by exp(-2000), a
-    plain float32 difference would be wrong by 1e-4. Source: Knuth's two-sum, TAOCP 2, 4.2.2, theorem B.
+    After an early token with log decay -2000, differences of a plain float32 sum are wrong by 1e-4, and so would be
+    every decay between late tokens. Here each value is cut into a multiple of a power of two, so coarse that sums of
+    these are exact, and a remainder so small that the rounding of its sums does not matter; differences are taken part by
+    part. Log decays below -1000 count as -1000: exp is 0 for both, in float64 as well.
     """
-
-    def add(left, right):
-        (a, a_residue), (b, b_residue) = left, right
-        total = a + b
-        b_part = total - a
-        error = (a - (total - b_part)) + (b - b_part)
-        return total, a_residue + b_residue + error
-
-    return jax.lax.associative_scan(add, (x, jnp.zeros_like(x)), axis=-1)
+    size, floor = log_decay.shape[-3], -1000
+    log_decay = jnp.maximum(log_decay, floor)
+    digits = jnp.finfo(log_decay.dtype).nmant + 1
+    grid = 2.0 ** (math.ceil(math.log2(size * -floor)) - digits)
+    coarse = jax.lax.stop_gradient(jnp.round(log_decay / grid) * grid)
+    sums = jnp.tril(jnp.ones((size, size), log_decay.dtype))
+    return (
+        jnp.einsum("ij,...jkr->...kri", sums, coarse, precision=HIGHEST),
+        jnp.einsum("ij,...jkr->...kri", sums, log_decay - coarse, precision=HIGHEST),
+    )
 
 
 def _masked_exp(exponent, mask):
@@ -74,44 +77,53 @@ def _masked_exp(exponent, mask):
 
 def chunk_terms(chunk: Chunk) -> ChunkTerms:
     """Decays, the inverse and the attention matrix of a chunk."""
-    size = chunk.q.shape[-2]
+    size = chunk.q.shape[-3]
+    coarse, fine = split_cumsum(chunk.log_decay)
+    difference = (coarse[..., :, None] - coarse[..., None, :]) + (fine[..., :, None] - fine[..., None, :])
     causal = jnp.tril(jnp.ones((size, size), bool))
-    difference = (chunk.total[..., :, None] - chunk.total[..., None, :]) + (
-        chunk.residue[..., :, None] - chunk.residue[..., None, :]
-    )
-    if chunk.same_segment is not None:
-        causal = causal & chunk.same_segment[..., None, None, :, :]
-    decay = _masked_exp(difference, causal)
-
-    key_key = jnp.einsum("...kid,...kjd->...kij", chunk.k, chunk.k, precision=HIGHEST)[..., None, :, :]
-    query_key = jnp.einsum("...kid,...kjd->...kij", chunk.q, chunk.k, precision=HIGHEST)[..., None, :, :]
-    inverse = unit_lower_inverse(jnp.tril(chunk.beta[..., None] * key_key * decay, -1))
-
-    if chunk.sees_state is None:
-        from_state = jnp.exp(chunk.total)
+    if chunk.segment is None:
+        decay = _masked_exp(difference, causal)
+        from_state = jnp.exp(coarse + fine)
     else:
-        from_state = _masked_exp(chunk.total, chunk.sees_state[..., None, None, :])
-    return ChunkTerms(inverse, query_key * decay, from_state, decay[..., -1, :])
+        together = chunk.segment[..., :, None] == chunk.segment[..., None, :]
+        decay = _masked_exp(difference, (causal & together)[..., None, None, :, :])
+        sees_state = chunk.segment == chunk.segment_before[..., None]
+        from_state = _masked_exp(coarse + fine, sees_state[..., None, None, :])
+
+    beta = jnp.moveaxis(chunk.beta, -3, -1)
+    key_key = jnp.einsum("...ikd,...jkd->...kij", chunk.k, chunk.k, precision=HIGHEST)
+    query_key = jnp.einsum("...ikd,...jkd->...kij", chunk.q, chunk.k, precision=HIGHEST)
+    lower = jnp.tril(beta[..., None] * key_key[..., None, :, :] * decay, -1)
+    return ChunkTerms(
+        inverse=unit_lower_inverse(lower),
+        attention=query_key[..., None, :, :] * decay,
+        from_state=from_state,
+        to_state=decay[..., -1, :],
+        beta=beta,
+    )
 
 
 def advance(
     state: Float[Array, "*chunks key_heads group key_dim value_dim"], chunk: Chunk, terms: ChunkTerms
 ) -> tuple[
     Float[Array, "*chunks key_heads group key_dim value_dim"],
-    Float[Array, "*chunks key_heads group size value_dim"],
+    Float[Array, "*chunks size key_heads group value_dim"],
 ]:
     """Moves the state over the chunk: returns `(new state, outputs)`."""
-    recalled = jnp.einsum("...kid,...krde->...krie", chunk.k, state, precision=HIGHEST)
-    read = jnp.einsum("...kid,...krde->...krie", chunk.q, state, precision=HIGHEST)
-    wanted = chunk.beta[..., None] * (chunk.v - terms.from_state[..., None] * recalled)
-    corrections = jnp.matmul(terms.inverse, wanted, precision=HIGHEST)
-    outputs = terms.from_state[..., None] * read + jnp.matmul(
-        terms.attention, corrections, precision=HIGHEST
+    recalled = jnp.einsum("...ikd,...krde->...krie", chunk.k, state, precision=HIGHEST)
+    read = jnp.einsum("...ikd,...krde->...krie", chunk.q, state, precision=HIGHEST)
+    v = jnp.moveaxis(chunk.v, -4, -2)
+    corrections = jnp.matmul(
+        terms.inverse,
+        terms.beta[..., None] * (v - terms.from_state[..., None] * recalled),
+        precision=HIGHEST,
     )
+    outputs = terms.from_state[..., None] * read + jnp.matmul(terms.attention, corrections, precision=HIGHEST)
     written = jnp.einsum(
-        "...kid,...krie->...krde", chunk.k, terms.to_state[..., None] * corrections, precision=HIGHEST
+        "...ikd,...krie->...krde", chunk.k, terms.to_state[..., None] * corrections, precision=HIGHEST
     )
-    return terms.from_state[..., -1, None, None] * state + written, outputs
+    state = terms.from_state[..., -1, None, None] * state + written
+    return state, jnp.moveaxis(outputs, -2, -4)
 
 
 def split(
@@ -123,30 +135,27 @@ def split(
     segments: Int[Array, "batch time"] | None,
     size: int,
 ) -> Chunk:
-    """Cuts the time axis into chunks of `size` tokens (the last one filled with no-ops), chunk axis first.
+    """Cuts the time axis into chunks of `size` tokens, the last one filled with no-ops; the chunk axis comes first.
 
     `segments` counts the segments of a row from 0; the state at hand belongs to segment 0.
     """
     fill = -q.shape[1] % size
 
-    def cut(x, heads, mode="constant"):
+    def cut(x, mode="constant"):
         x = jnp.pad(x, ((0, 0), (0, fill)) + ((0, 0),) * (x.ndim - 2), mode=mode)
-        x = x.reshape(x.shape[0], -1, size, *x.shape[2:]).swapaxes(0, 1)
-        return jnp.moveaxis(x, 2, 2 + heads)  # [chunk batch size *heads ...] -> [chunk batch *heads size ...]
+        return x.reshape(x.shape[0], -1, size, *x.shape[2:]).swapaxes(0, 1)
 
-    total, residue = compensated_cumsum(cut(log_decay, 2))
-    same_segment = sees_state = None
+    segment = segment_before = None
     if segments is not None:
-        segments = cut(segments, 0, mode="edge")
-        before = jnp.concatenate([jnp.zeros_like(segments[:1, :, -1]), segments[:-1, :, -1]])
-        same_segment = segments[..., :, None] == segments[..., None, :]
-        sees_state = segments == before[..., None]
-    return Chunk(cut(q, 1), cut(k, 1), cut(v, 2), cut(beta, 2), total, residue, same_segment, sees_state)
+        segment = cut(segments, mode="edge")
+        last = segment[:, :, -1]
+        segment_before = jnp.concatenate([jnp.zeros_like(last[:1]), last[:-1]])
+    return Chunk(cut(q), cut(k), cut(v), cut(log_decay), cut(beta), segment, segment_before)
 
 
 def join(
-    outputs: Float[Array, "chunk batch key_heads group size value_dim"], time: int
+    outputs: Float[Array, "chunk batch size key_heads group value_dim"], time: int
 ) -> Float[Array, "batch time key_heads group value_dim"]:
     """The chunks' outputs as one time axis, without the filling."""
-    outputs = jnp.moveaxis(outputs.swapaxes(0, 1), 4, 2)
+    outputs = outputs.swapaxes(0, 1)
     return outputs.reshape(outputs.shape[0], -1, *outputs.shape[3:])[:, :time]
