@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Mapping
 from pathlib import Path
 
-from qwen35_jax.config.json_file import JsonObject, load_json
+from qwen35_jax.config.json_file import load_json
 from qwen35_jax.config.model import ModelConfig
 from qwen35_jax.errors import ConfigError
 
@@ -23,34 +22,36 @@ def published(name: str) -> ModelConfig:
     Raises:
         ConfigError: no published architecture of that name is known; the message lists those that are.
     """
-    known = _by_name()
-    path = known.get(name.casefold().removeprefix(PUBLISHER))
-    if path is None:
-        names = published_names()
-        near = difflib.get_close_matches(name, names, n=1)
-        hint = f"did you mean {near[0]}?" if near else "name one of those"
-        raise ConfigError(f"model name: found {name!r}, expected {', '.join(names)}; {hint}")
-    return ModelConfig.from_hf(_without_notes(load_json(path)))
+    data = load_json(_file_of(name))
+    return ModelConfig.from_hf({key: value for key, value in data.items() if not key.startswith("_")})
 
 
 def published_names() -> tuple[str, ...]:
     """Names that `published` knows, as on the hub."""
-    names = (name for path in _files() for name in load_json(path)["_names"])
-    return tuple(sorted(f"Qwen/{name}" for name in names))
+    return tuple(sorted(f"Qwen/{name}" for names, _ in _files() for name in names))
 
 
 def published_source(name: str) -> str:
-    """Where the values of a published architecture come from."""
-    return load_json(_by_name()[name.casefold().removeprefix(PUBLISHER)])["_source"]
+    """Where the values of a published architecture come from; raises as `published` does."""
+    return load_json(_file_of(name))["_source"]
+
+
+def _file_of(name: str) -> Path:
+    wanted = name.casefold().removeprefix(PUBLISHER)
+    for names, path in _files():
+        if wanted in (known.casefold() for known in names):
+            return path
+    known = published_names()
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"those known are {', '.join(known)}"
+    raise ConfigError(f"no published model of the name {name!r}; {hint}")
 
 
 @functools.cache
-def _by_name() -> Mapping[str, Path]:
-    return {name.casefold(): path for path in _files() for name in load_json(path)["_names"]}
-
-
-def _files() -> list[Path]:
-    return sorted(_folder().glob("*.json"))
+def _files() -> list[tuple[list[str], Path]]:
+    """Every file of a published architecture, with the names of its models."""
+    paths = sorted(_folder().glob("*.json"))
+    return [(load_json(path).get("_names", []), path) for path in paths]
 
 
 def _folder() -> Path:
@@ -58,7 +59,3 @@ def _folder() -> Path:
     package = Path(__file__).resolve().parents[1]
     installed = package / "configs"
     return installed if installed.is_dir() else package.parents[1] / "configs"
-
-
-def _without_notes(data: JsonObject) -> JsonObject:
-    return {key: value for key, value in data.items() if not key.startswith("_")}

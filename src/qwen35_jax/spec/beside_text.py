@@ -31,7 +31,7 @@ def mtp_nodes(text: TextConfig) -> list[Node]:
         Node(
             "mtp.layer",
             "mtp",
-            "full-attention decoder layer",
+            "decoder layer",
             layers,
             f"{embed} -> {embed}",
             "one more layer of the attn kind; lm_head then guesses the token after the next",

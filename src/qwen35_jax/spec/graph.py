@@ -1,7 +1,7 @@
 """The nodes of the model's graph: operation, layers, formula, constants and tensors of each.
 
 The names are those under which profiles, the recorder and `qwen35 verify` show the same values. In the
-formulas `u` is the input of a node, `W` its matrix, `w` its vector, `x` the residual stream, `E` the embedding
+formulas `u` is a node's input, `W` its matrix, `w` its vector, `x` the residual stream, `E` the embedding
 table; `rms(x)` is `x / sqrt(mean(x^2) + eps)` and `l2(x)` is `x / sqrt(sum(x^2) + l2_eps)`.
 """
 

@@ -49,7 +49,7 @@ def gated_delta_net_nodes(text: TextConfig, prefix: str) -> list[Node]:
         ),
         node(
             "conv",
-            "causal depthwise convolution",
+            "depthwise conv",
             f"{channels} channels",
             f"{text.hidden_act}(sum_j w[j] u[t - {kernel - 1} + j]) of q, k, v; j = 0..{kernel - 1}",
             {"channels": channels, "kernel": kernel, "activation": text.hidden_act},
