@@ -13,6 +13,7 @@ import numpy as np
 
 from qwen35_jax.checkpoint.hf import KeptTensors, SourceLayout, default_spelling, spelling_of
 from qwen35_jax.checkpoint.index import INDEX_FILE, SINGLE_FILE
+from qwen35_jax.checkpoint.progress import Progress, quiet
 from qwen35_jax.checkpoint.safetensors_file import (
     StoredTensor,
     TensorToWrite,
@@ -21,11 +22,11 @@ from qwen35_jax.checkpoint.safetensors_file import (
     write_safetensors,
 )
 from qwen35_jax.checkpoint.staging import copy_companions, staged_folder
-from qwen35_jax.checkpoint.streaming import Progress, leaf, no_progress, parameter_leaves
+from qwen35_jax.checkpoint.streaming import leaf, parameter_leaves
 from qwen35_jax.checkpoint.tensor_table import (
     BoundTensor,
-    ParameterPath,
     bound_tensors,
+    dotted,
     parameter_shapes,
 )
 from qwen35_jax.config import ModelConfig
@@ -52,7 +53,7 @@ def export_hf(
     kept: KeptTensors | None = None,
     companions: str | Path | None = None,
     max_shard_bytes: int | None = None,
-    progress: Progress = no_progress,
+    progress: Progress = quiet,
 ) -> None:
     """Write parameters as a folder that Hugging Face (and `load_hf`) reads.
 
@@ -69,13 +70,13 @@ def export_hf(
         companions: folder whose tokenizer files, chat template and the like are copied too.
         max_shard_bytes: cut the weights anew into files of at most this many bytes (a larger tensor gets its
             own file).
-        progress: told of every tensor's bytes as they are written.
+        progress: shows how far the writing is.
 
     Raises:
         CheckpointError: parameters that do not fit the config, a destination in use, or a full disk.
     """
     destination = Path(destination)
-    _check_parameters(params, config)
+    check_parameters(params, config)
     layout = None if kept is None else kept.layout
     known = {} if layout is None else _layout_tensors(layout)
     to_write = _tensors_to_write(params, config, kept, known)
@@ -86,26 +87,26 @@ def export_hf(
         shards = _new_shards(to_write, metadata, max_shard_bytes or DEFAULT_MAX_SHARD_BYTES)
         index = _new_index(shards)
     if not any(name.startswith("mtp.") for name in to_write):
-        config = _without_mtp(config)
-    with staged_folder(destination, nbytes=sum(tensor.nbytes for tensor in to_write.values())) as folder:
-        (folder / "config.json").write_text(_config_text(config, layout), encoding="utf-8")
+        config = without_mtp(config)
+    nbytes = sum(tensor.nbytes for tensor in to_write.values())
+    with (
+        staged_folder(destination, nbytes=nbytes) as folder,
+        progress(f"Writing {destination.name}", nbytes) as advance,
+    ):
+        (folder / "config.json").write_text(config_text(config, layout), encoding="utf-8")
         for shard in shards:
             path = folder / shard.file
             path.parent.mkdir(parents=True, exist_ok=True)
             header = shard.header or make_header(shard.tensors, shard.metadata)
-            write_safetensors(path, shard.tensors, header, progress=progress)
+            write_safetensors(path, shard.tensors, header, advance=advance)
         if index is not None:
             (folder / INDEX_FILE).write_text(index, encoding="utf-8")
         if companions is not None:
             copy_companions(Path(companions), folder)
 
 
-def dotted(path: ParameterPath) -> str:
-    """A parameter's path as one word, for messages."""
-    return ".".join(map(str, path))
-
-
-def _check_parameters(params: Mapping[str, Any], config: ModelConfig) -> None:
+def check_parameters(params: Mapping[str, Any], config: ModelConfig) -> None:
+    """Raises `CheckpointError` for a parameter that the config asks for otherwise, or not at all."""
     expected = parameter_shapes(config, mtp="mtp" in params)
     found = {path: tuple(array.shape) for path, array in parameter_leaves(params)}
     for path in expected.keys() | found.keys():
@@ -216,11 +217,12 @@ def _new_index(shards: list[_ShardPlan]) -> str | None:
     return json.dumps(index, indent=2) + "\n"
 
 
-def _without_mtp(config: ModelConfig) -> ModelConfig:
+def without_mtp(config: ModelConfig) -> ModelConfig:
+    """The configuration of a checkpoint that holds no MTP head."""
     return dataclasses.replace(config, text=dataclasses.replace(config.text, mtp_num_hidden_layers=0))
 
 
-def _config_text(config: ModelConfig, layout: SourceLayout | None) -> str:
+def config_text(config: ModelConfig, layout: SourceLayout | None) -> str:
     """`config.json`: the source's own text as long as it still says the same."""
     data = config.to_hf()
     if layout is not None and json.loads(layout.config) == data:

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 from jax.typing import DTypeLike
 
-from qwen35_jax.checkpoint.index import WeightFiles, open_weight_files
+from qwen35_jax.checkpoint.index import open_weight_files
+from qwen35_jax.checkpoint.progress import Progress, quiet
 from qwen35_jax.checkpoint.safetensors_file import StoredTensor
-from qwen35_jax.checkpoint.streaming import Progress, no_progress, read_parameters
+from qwen35_jax.checkpoint.streaming import read_parameters
 from qwen35_jax.checkpoint.tensor_table import (
     KEPT_PREFIXES,
     SPELLINGS,
@@ -64,7 +65,7 @@ def load_hf(
     mtp: bool = False,
     shardings: Any = None,
     to_device: bool = True,
-    progress: Progress = no_progress,
+    progress: Progress = quiet,
 ) -> tuple[ModelConfig, dict[str, Any], KeptTensors]:
     """Load the text model of a folder in Hugging Face layout.
 
@@ -79,7 +80,7 @@ def load_hf(
         shardings: nested dictionary like the parameters, of `jax.sharding.Sharding`, to place each straight
             onto its devices; None puts all on the default device.
         to_device: False leaves the parameters as NumPy arrays, float64 included.
-        progress: told of every tensor's bytes as they are read.
+        progress: shows how far the reading is.
 
     Returns:
         The configuration (with `mtp_num_hidden_layers` 0 where the file announces a head that it does not
@@ -89,35 +90,47 @@ def load_hf(
         ConfigError: `config.json` is missing or wrong, or describes a model that cannot be built.
         CheckpointError: the weights are missing, malformed, or not what the config asks for.
     """
-    folder = Path(folder)
-    config, weights, bound = check_hf(folder, mtp=mtp)
-    stored = weights.tensors
-    params = read_parameters(
-        bound,
-        stored,
-        parameter_dtype=parameter_dtype,
-        shardings=shardings,
-        to_device=to_device,
-        progress=progress,
-    )
-    used = {tensor.name for tensor in bound}
-    layout = SourceLayout(
-        config=(folder / "config.json").read_text(encoding="utf-8"),
-        headers={name: file.header for name, file in weights.files.items()},
-        index=weights.index,
-    )
-    kept = {
-        name: tensor for name, tensor in stored.items() if name.startswith(KEPT_PREFIXES) and name not in used
-    }
-    return config, params, KeptTensors(layout, kept)
+    checkpoint = open_hf(folder, mtp=mtp)
+    with progress(f"Loading {Path(folder).name}", checkpoint.nbytes) as advance:
+        params = read_parameters(
+            checkpoint.bound,
+            checkpoint.stored,
+            parameter_dtype=parameter_dtype,
+            shardings=shardings,
+            to_device=to_device,
+            advance=advance,
+        )
+    return checkpoint.config, params, checkpoint.kept
 
 
-def check_hf(folder: Path, *, mtp: bool) -> tuple[ModelConfig, WeightFiles, list[BoundTensor]]:
-    """Everything about a folder that can be checked without reading a tensor (but a tied head is compared).
+@dataclasses.dataclass(frozen=True)
+class HFCheckpoint:
+    """A folder whose files fit its configuration, with nothing read but the headers.
 
-    Returns:
-        The configuration, the weight files, and the table's rows for the tensors to be loaded.
+    Attributes:
+        config: see `load_hf`.
+        stored: where each tensor lies.
+        bound: the table's rows for the tensors that hold parameters.
+        kept: the other tensors, and the layout.
     """
+
+    config: ModelConfig
+    stored: Mapping[str, StoredTensor]
+    bound: list[BoundTensor]
+    kept: KeptTensors
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors that hold parameters."""
+        return sum(self.stored[tensor.name].nbytes for tensor in self.bound)
+
+
+def open_hf(folder: str | Path, *, mtp: bool) -> HFCheckpoint:
+    """Check everything about a folder that can be checked without reading (but a tied head is compared).
+
+    Arguments and errors as for `load_hf`.
+    """
+    folder = Path(folder)
     config = ModelConfig.from_hf(folder)
     require_dense_text(config)
     weights = open_weight_files(folder)
@@ -125,11 +138,21 @@ def check_hf(folder: Path, *, mtp: bool) -> tuple[ModelConfig, WeightFiles, list
     config = _settle_mtp(config, stored, folder, wanted=mtp)
     spelling = spelling_of(stored, config, where=str(folder))
     bound = list(bound_tensors(config, spelling, mtp=mtp, lm_head=False))
-    _check_names_and_shapes(bound, stored, spelling, config, weights)
+    check_bound(bound, stored, where=str(folder))
+    _check_all_known(bound, stored, spelling, config)
     head = f"{spelling.head}lm_head.weight"
     if config.tie_word_embeddings and head in stored:
         _check_equal(stored[f"{spelling.text}embed_tokens.weight"], stored[head])
-    return config, weights, bound
+    layout = SourceLayout(
+        config=(folder / "config.json").read_text(encoding="utf-8"),
+        headers={name: file.header for name, file in weights.files.items()},
+        index=weights.index,
+    )
+    used = {tensor.name for tensor in bound}
+    kept = {
+        name: tensor for name, tensor in stored.items() if name.startswith(KEPT_PREFIXES) and name not in used
+    }
+    return HFCheckpoint(config, stored, bound, KeptTensors(layout, kept))
 
 
 def _settle_mtp(
@@ -196,17 +219,11 @@ def default_spelling(config: ModelConfig) -> Spelling:
     return by_prefix["model." if config.model_type.endswith("_text") else "model.language_model."]
 
 
-def _check_names_and_shapes(
-    bound: list[BoundTensor],
-    stored: Mapping[str, StoredTensor],
-    spelling: Spelling,
-    config: ModelConfig,
-    weights: WeightFiles,
-) -> None:
-    where = weights.folder
+def check_bound(bound: list[BoundTensor], stored: Mapping[str, StoredTensor], *, where: str) -> None:
+    """Raises `CheckpointError` for a tensor that is missing or has another shape than the config asks for."""
     missing = [tensor.name for tensor in bound if tensor.name not in stored]
     if missing:
-        others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        others = f" and {len(missing) - 1} more are" if len(missing) > 1 else " is"
         raise CheckpointError(
             f"{where}: tensor '{missing[0]}'{others} missing from the weights, though config.json asks for it"
         )
@@ -217,6 +234,14 @@ def _check_names_and_shapes(
                 f"{found.file}: tensor '{tensor.name}' has shape {list(found.shape)},"
                 f" but config.json asks for {list(tensor.shape)}"
             )
+
+
+def _check_all_known(
+    bound: list[BoundTensor],
+    stored: Mapping[str, StoredTensor],
+    spelling: Spelling,
+    config: ModelConfig,
+) -> None:
     known = {tensor.name for tensor in bound}
     if config.tie_word_embeddings:
         known.add(f"{spelling.head}lm_head.weight")

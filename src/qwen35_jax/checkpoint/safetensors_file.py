@@ -21,6 +21,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
+from qwen35_jax.checkpoint.progress import Advance
 from qwen35_jax.errors import CheckpointError
 
 DTYPES: Mapping[str, np.dtype] = {
@@ -281,7 +282,7 @@ def write_safetensors(
     tensors: Iterable[TensorToWrite],
     header: str,
     *,
-    progress: Callable[[int], None] = lambda nbytes: None,
+    advance: Advance,
 ) -> None:
     """Write one file, tensor by tensor, in the order that `header` was made for.
 
@@ -300,6 +301,6 @@ def write_safetensors(
                     f"tensor '{tensor.name}': dtype {values.dtype}, announced as {tensor.dtype}"
                 )
             file.write(values.reshape(-1).view(np.uint8).data)
-            progress(tensor.nbytes)
+            advance(tensor.nbytes)
         file.flush()
         os.fsync(file.fileno())

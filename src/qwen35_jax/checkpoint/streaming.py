@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,21 +22,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from qwen35_jax.checkpoint.progress import Advance
 from qwen35_jax.checkpoint.safetensors_file import DTYPES, StoredTensor
 from qwen35_jax.checkpoint.tensor_table import NEVER_NARROWED, BoundPart, BoundTensor, ParameterPath
 from qwen35_jax.errors import CheckpointError
-
-Progress = Callable[[int], None]
-"""Called with a number of bytes that have just been dealt with."""
 
 _PARAMETER_DTYPES = tuple(DTYPES[name] for name in ("F16", "BF16", "F32", "F64"))
 _PIECE = 64 << 20
 _ALIGNMENT = 64  # bytes; XLA's CPU client takes over host memory that is aligned so, and copies any other
 _THREADS = min(4, os.cpu_count() or 1)
-
-
-def no_progress(nbytes: int) -> None:
-    """The default `Progress`: says nothing."""
 
 
 def read_parameters(
@@ -45,7 +40,7 @@ def read_parameters(
     parameter_dtype: DTypeLike | None = None,
     shardings: Any = None,
     to_device: bool = True,
-    progress: Progress = no_progress,
+    advance: Advance,
 ) -> dict[str, Any]:
     """The nested parameter dictionary, read from a checkpoint whose names and shapes have been checked.
 
@@ -57,25 +52,79 @@ def read_parameters(
         shardings: nested dictionary like the result, of `jax.sharding.Sharding`; None puts all on one device.
         to_device: False leaves NumPy arrays (and float64 as it is, which JAX holds only with 64-bit types
             on).
-        progress: told of every tensor's bytes.
+        advance: told of the bytes of every tensor or piece of one.
     """
+    parameters: dict[str, Any] = {}
+    with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+        for tensors in _families(bound):
+            parts = tensors[0].parts
+            in_file = _dtype_in_file(tensors, stored)
+            shards = []
+            for part in parts:
+                dtype = dtype_in_memory(part.path, in_file, parameter_dtype)
+                if to_device:
+                    dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
+                sharding = None if shardings is None else leaf(shardings, part.path)
+                shards.append(_allocate(tensors[0], part, dtype, sharding))
+            _read_family(tensors, stored, shards, pool, advance)
+            for part, pieces in zip(parts, shards, strict=True):
+                set_leaf(parameters, part.path, pieces.place() if to_device else pieces.whole())
+    return parameters
+
+
+@dataclasses.dataclass(frozen=True)
+class LazyParameter:
+    """A parameter that is still in the files, in the file's data type; `read` brings it to memory."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    read: Callable[[], np.ndarray]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def lazy_parameters(bound: Iterable[BoundTensor], stored: Mapping[str, StoredTensor]) -> dict[str, Any]:
+    """The nested parameter dictionary with a `LazyParameter` at every leaf, for a conversion that streams."""
+    parameters: dict[str, Any] = {}
+    for family in _families(bound):
+        dtype = _dtype_in_file(family, stored)
+        for index, part in enumerate(family[0].parts):
+            tensors = [dataclasses.replace(tensor, parts=(tensor.parts[index],)) for tensor in family]
+            shards = functools.partial(_allocate, tensors[0], part, dtype, None)
+
+            def read(
+                tensors: list[BoundTensor] = tensors, allocate: Callable[[], _Shards] = shards
+            ) -> np.ndarray:
+                parameter = allocate()
+                with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+                    _read_family(tensors, stored, [parameter], pool, lambda count: None)
+                return parameter.whole()
+
+            stack = () if tensors[0].repeats is None else (tensors[0].repeats,)
+            set_leaf(parameters, part.path, LazyParameter((*stack, *part.shape), dtype, read))
+    return parameters
+
+
+def _families(bound: Iterable[BoundTensor]) -> Iterable[list[BoundTensor]]:
+    """The tensors grouped by the parameters that they fill together."""
     families: dict[tuple[ParameterPath, ...], list[BoundTensor]] = {}
     for tensor in bound:
         families.setdefault(tuple(part.path for part in tensor.parts), []).append(tensor)
-    parameters: dict[str, Any] = {}
-    with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-        for tensors in families.values():
-            dtypes = _family_dtypes(tensors, stored, parameter_dtype, to_device)
-            shards = [
-                _allocate(tensors[0], part, dtype, None if shardings is None else leaf(shardings, part.path))
-                for part, dtype in zip(tensors[0].parts, dtypes, strict=True)
-            ]
-            jobs = [job for tensor in tensors for job in _jobs(tensor, stored[tensor.name], shards)]
-            for nbytes in pool.map(lambda job: job(), jobs):
-                progress(nbytes)
-            for part, pieces in zip(tensors[0].parts, shards, strict=True):
-                set_leaf(parameters, part.path, pieces.place() if to_device else pieces.whole())
-    return parameters
+    return families.values()
+
+
+def _read_family(
+    tensors: Sequence[BoundTensor],
+    stored: Mapping[str, StoredTensor],
+    shards: Sequence[_Shards],
+    pool: concurrent.futures.Executor,
+    advance: Advance,
+) -> None:
+    jobs = [job for tensor in tensors for job in _jobs(tensor, stored[tensor.name], shards)]
+    for nbytes in pool.map(lambda job: job(), jobs):
+        advance(nbytes)
 
 
 def leaf(tree: Any, path: ParameterPath) -> Any:
@@ -112,12 +161,8 @@ def dtype_in_memory(path: ParameterPath, file_dtype: np.dtype, parameter_dtype: 
     return np.dtype(parameter_dtype)
 
 
-def _family_dtypes(
-    tensors: Sequence[BoundTensor],
-    stored: Mapping[str, StoredTensor],
-    parameter_dtype: DTypeLike | None,
-    to_device: bool,
-) -> list[np.dtype]:
+def _dtype_in_file(tensors: Sequence[BoundTensor], stored: Mapping[str, StoredTensor]) -> np.dtype:
+    """Data type that holds every layer's value exactly; one layer may store another than the next."""
     in_file = stored[tensors[0].name].dtype
     for tensor in tensors:
         found = stored[tensor.name].dtype
@@ -127,8 +172,7 @@ def _family_dtypes(
                 " float16, bfloat16, float32 or float64 (quantized checkpoints are not supported)"
             )
         in_file = np.dtype(jnp.promote_types(in_file, found))
-    dtypes = [dtype_in_memory(part.path, in_file, parameter_dtype) for part in tensors[0].parts]
-    return [np.dtype(jax.dtypes.canonicalize_dtype(dtype)) for dtype in dtypes] if to_device else dtypes
+    return in_file
 
 
 def aligned_empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:

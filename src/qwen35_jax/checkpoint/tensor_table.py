@@ -28,6 +28,11 @@ ParameterPath = tuple[str | int, ...]
 """Keys that lead to a leaf of the nested parameter dictionary."""
 
 
+def dotted(path: ParameterPath) -> str:
+    """A parameter's path as one word, for messages."""
+    return ".".join(map(str, path))
+
+
 @dataclasses.dataclass(frozen=True)
 class Part:
     """A parameter and the einops pattern from the tensor's rows that hold it."""
@@ -214,7 +219,8 @@ class BoundTensor:
     def part_view(self, tensor: np.ndarray, part: BoundPart) -> np.ndarray:
         """A part of the whole tensor with the parameter's axes; loading reads it, an export writes it."""
         if self.grouped:
-            tensor = tensor.reshape(part.groups, self.parts[-1].stop, *self.shape[1:])
+            rows_per_group = self.shape[0] // part.groups
+            tensor = tensor.reshape(part.groups, rows_per_group, *self.shape[1:])
             return part.view(tensor[:, part.start : part.stop])
         return part.view(tensor[part.start : part.stop])
 

@@ -1,0 +1,286 @@
+"""Checkpoints in Orbax format: what training writes and what loads straight onto a mesh.
+
+A folder holds `params/` (an Orbax checkpoint of the nested parameter dictionary, readable with Orbax alone),
+`config.json` and the files beside the weights. One that came from a Hugging Face checkpoint also holds
+`kept.safetensors`, the tensors that no parameter was made from, and `source_layout.json`, with which an
+export writes the source's files again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.typing import DTypeLike
+
+from qwen35_jax.checkpoint.export import check_parameters, config_text, without_mtp
+from qwen35_jax.checkpoint.hf import KeptTensors, SourceLayout, check_bound, default_spelling, open_hf
+from qwen35_jax.checkpoint.progress import Advance, Progress, quiet
+from qwen35_jax.checkpoint.safetensors_file import (
+    TensorToWrite,
+    make_header,
+    open_safetensors,
+    write_safetensors,
+)
+from qwen35_jax.checkpoint.staging import LAYOUT_FILE, copy_companions, staged_folder
+from qwen35_jax.checkpoint.streaming import (
+    LazyParameter,
+    dtype_in_memory,
+    lazy_parameters,
+    leaf,
+    parameter_leaves,
+    read_parameters,
+    set_leaf,
+)
+from qwen35_jax.checkpoint.tensor_table import ParameterPath, bound_tensors, dotted, parameter_shapes
+from qwen35_jax.config import ModelConfig, require_dense_text
+from qwen35_jax.errors import CheckpointError
+
+PARAMETERS = "params"
+KEPT_FILE = "kept.safetensors"
+
+
+def is_orbax_folder(folder: Path) -> bool:
+    """Whether a folder was written by `save_orbax`."""
+    return (folder / PARAMETERS / "_METADATA").is_file()
+
+
+def convert_to_orbax(
+    source: str | Path, destination: str | Path, *, progress: Progress = quiet
+) -> ModelConfig:
+    """Turn a folder in Hugging Face layout into an Orbax one, a parameter at a time.
+
+    Raises:
+        ConfigError, CheckpointError: as `load_hf` and `save_orbax`.
+    """
+    checkpoint = open_hf(source, mtp=False)
+    save_orbax(
+        lazy_parameters(checkpoint.bound, checkpoint.stored),
+        checkpoint.config,
+        destination,
+        kept=checkpoint.kept,
+        companions=source,
+        progress=progress,
+    )
+    return checkpoint.config
+
+
+def save_orbax(
+    params: Mapping[str, Any],
+    config: ModelConfig,
+    destination: str | Path,
+    *,
+    kept: KeptTensors | None = None,
+    companions: str | Path | None = None,
+    progress: Progress = quiet,
+) -> None:
+    """Write parameters as a folder that `load_orbax` reads.
+
+    Args:
+        params: nested parameter dictionary of JAX arrays, NumPy arrays or `LazyParameter`s.
+        config: of the model.
+        destination: folder to be made; it appears complete or not at all.
+        kept: from the import, to make a later export of the whole checkpoint possible.
+        companions: folder whose tokenizer files, chat template and the like are copied too.
+        progress: shows how far the writing is.
+
+    Raises:
+        CheckpointError: parameters that do not fit the config, a destination in use, or a full disk.
+    """
+    destination = Path(destination).absolute()
+    check_parameters(params, config)
+    if "mtp" not in params and not (kept and any(name.startswith("mtp.") for name in kept.tensors)):
+        config = without_mtp(config)
+    beside = [
+        TensorToWrite(tensor.name, tensor.dtype, tensor.shape, tensor.read)
+        for tensor in ({} if kept is None else kept.tensors).values()
+    ]
+    nbytes = sum(array.nbytes for _, array in parameter_leaves(params)) + sum(t.nbytes for t in beside)
+    with (
+        staged_folder(destination, nbytes=nbytes) as folder,
+        progress(f"Writing {destination.name}", nbytes) as advance,
+    ):
+        layout = None if kept is None else kept.layout
+        (folder / "config.json").write_text(config_text(config, layout), encoding="utf-8")
+        if layout is not None:
+            (folder / LAYOUT_FILE).write_text(json.dumps(dataclasses.asdict(layout)), encoding="utf-8")
+        if beside:
+            write_safetensors(folder / KEPT_FILE, beside, make_header(beside, {}), advance=advance)
+        if companions is not None:
+            copy_companions(Path(companions), folder)
+        _save_tree(folder / PARAMETERS, params, advance)
+
+
+class _OneAtATime(ocp.type_handlers.NumpyHandler):
+    """Writes each parameter to the end before it reads the next, so that one at a time is in memory."""
+
+    def __init__(self, advance: Advance):
+        super().__init__(deepcopy_host_arrays=False)
+        self._advance = advance
+
+    async def serialize(
+        self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None
+    ) -> Sequence[Any]:
+        for value, info, arg in zip(values, infos, args or [ocp.SaveArgs()] * len(values), strict=True):
+            for commit in await super().serialize([value.read()], [info], [arg]):
+                commit.result()
+            self._advance(value.nbytes)
+        return []
+
+
+def _save_tree(directory: Path, params: Mapping[str, Any], advance: Advance) -> None:
+    tree: dict[str, Any] = {}
+    for path, array in parameter_leaves(params):
+        if isinstance(array, jax.Array) and len(array.sharding.device_set) == 1:
+            array = LazyParameter(array.shape, np.dtype(array.dtype), lambda array=array: np.asarray(array))
+        elif isinstance(array, np.ndarray):
+            array = LazyParameter(array.shape, array.dtype, lambda array=array: array)
+        set_leaf(tree, path, array)
+    registry = ocp.type_handlers.create_type_handler_registry(
+        (LazyParameter, _OneAtATime(advance)), (jax.Array, ocp.type_handlers.ArrayHandler())
+    )
+    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry, use_compression=False)
+    with ocp.Checkpointer(handler) as checkpointer:
+        checkpointer.save(directory, args=ocp.args.PyTreeSave(tree))
+
+
+def load_orbax(
+    folder: str | Path,
+    *,
+    parameter_dtype: DTypeLike | None = None,
+    mtp: bool = False,
+    shardings: Any = None,
+    to_device: bool = True,
+    progress: Progress = quiet,
+) -> tuple[ModelConfig, dict[str, Any], KeptTensors | None]:
+    """Load the text model of a folder that `save_orbax` wrote.
+
+    Arguments, results and errors are those of `load_hf`; the third result is None where nothing was kept.
+    """
+    folder = Path(folder).absolute()
+    config = ModelConfig.from_hf(folder)
+    require_dense_text(config)
+    kept = _read_kept(folder)
+    kept_mtp = kept is not None and any(name.startswith("mtp.") for name in kept.tensors)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        stored = _stored_parameters(checkpointer, folder / PARAMETERS)
+        saved_mtp = any(path[0] == "mtp" for path in stored)
+        if mtp and not saved_mtp and not kept_mtp:
+            raise CheckpointError(f"{folder}: the MTP head was asked for, but the checkpoint holds none")
+        wanted = _wanted_parameters(config, stored, folder, mtp=mtp and saved_mtp)
+        target: dict[str, Any] = {}
+        nbytes = 0
+        for path, shape in wanted.items():
+            _, in_file = stored[_as_text(path)]
+            nbytes += math.prod(shape) * in_file.itemsize
+            dtype = dtype_in_memory(path, in_file, parameter_dtype)
+            if to_device:
+                dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
+            sharding = None if shardings is None else leaf(shardings, path)
+            set_leaf(target, path, jax.ShapeDtypeStruct(shape, dtype, sharding=sharding))
+        with progress(f"Loading {folder.name}", nbytes) as advance:
+            params = checkpointer.restore(
+                folder / PARAMETERS,
+                args=ocp.args.PyTreeRestore(
+                    target,
+                    restore_args=ocp.checkpoint_utils.construct_restore_args(target),
+                    partial_restore=True,
+                ),
+            )
+            advance(nbytes)
+    if to_device:
+        for path, array in list(parameter_leaves(params)):
+            if isinstance(array, np.ndarray):
+                set_leaf(params, path, jax.device_put(array))
+    if mtp and not saved_mtp and kept is not None:
+        params["mtp"], kept = _read_kept_mtp(config, kept, parameter_dtype, shardings, to_device)
+    return config, params, kept
+
+
+def _stored_parameters(
+    checkpointer: ocp.Checkpointer, directory: Path
+) -> dict[tuple[str, ...], tuple[tuple[int, ...], np.dtype]]:
+    """Shape and data type of everything in the Orbax checkpoint; Orbax gives all keys as text."""
+    try:
+        metadata: Any = checkpointer.metadata(directory).item_metadata
+        tree = metadata.tree
+    except (ValueError, OSError, AttributeError) as error:
+        raise CheckpointError(f"{directory}: is not a complete Orbax checkpoint ({error})") from error
+    return {
+        _as_text(path): (tuple(array.shape), np.dtype(array.dtype)) for path, array in parameter_leaves(tree)
+    }
+
+
+def _wanted_parameters(
+    config: ModelConfig,
+    stored: Mapping[tuple[str, ...], tuple[tuple[int, ...], np.dtype]],
+    folder: Path,
+    *,
+    mtp: bool,
+) -> dict[ParameterPath, tuple[int, ...]]:
+    """Paths and shapes of the parameters to load, all of which the checkpoint holds, and no others."""
+    wanted = parameter_shapes(config, mtp=mtp)
+    for path, shape in wanted.items():
+        found = stored.get(_as_text(path))
+        if found is None:
+            raise CheckpointError(f"{folder}: parameter '{dotted(path)}' is missing from the checkpoint")
+        if found[0] != shape:
+            raise CheckpointError(
+                f"{folder}: parameter '{dotted(path)}' has shape {list(found[0])},"
+                f" but config.json asks for {list(shape)}"
+            )
+    known = {_as_text(path) for path in wanted}
+    for path in stored:
+        if path not in known and path[0] != "mtp":
+            raise CheckpointError(
+                f"{folder}: parameter '{dotted(path)}' belongs to no part of the model"
+                " that config.json describes"
+            )
+    return wanted
+
+
+def _as_text(path: ParameterPath) -> tuple[str, ...]:
+    return tuple(map(str, path))
+
+
+def _read_kept(folder: Path) -> KeptTensors | None:
+    layout_file, kept_file = folder / LAYOUT_FILE, folder / KEPT_FILE
+    if not layout_file.exists():
+        return None
+    try:
+        data = json.loads(layout_file.read_text(encoding="utf-8"))
+        layout = SourceLayout(config=data["config"], headers=data["headers"], index=data["index"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{layout_file}: is damaged ({error}); convert the source again") from error
+    return KeptTensors(layout, open_safetensors(kept_file).tensors if kept_file.exists() else {})
+
+
+def _read_kept_mtp(
+    config: ModelConfig,
+    kept: KeptTensors,
+    parameter_dtype: DTypeLike | None,
+    shardings: Any,
+    to_device: bool,
+) -> tuple[dict[str, Any], KeptTensors]:
+    """The MTP head's parameters out of the kept tensors, and what then remains of these."""
+    everything = bound_tensors(config, default_spelling(config), mtp=True, lm_head=False)
+    bound = [tensor for tensor in everything if tensor.name.startswith("mtp.")]
+    check_bound(bound, kept.tensors, where=KEPT_FILE)
+    params = read_parameters(
+        bound,
+        kept.tensors,
+        parameter_dtype=parameter_dtype,
+        shardings=shardings,
+        to_device=to_device,
+        advance=lambda count: None,
+    )
+    used = {tensor.name for tensor in bound}
+    rest = {name: tensor for name, tensor in kept.tensors.items() if name not in used}
+    return params["mtp"], dataclasses.replace(kept, tensors=rest)
