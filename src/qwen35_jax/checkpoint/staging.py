@@ -15,8 +15,10 @@ from qwen35_jax.errors import CheckpointError
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.md", "LICENSE*", "NOTICE*")
-"""Files beside the weights that belong to a model: tokenizer, chat template, generation settings, model
-card."""
+"""Files that belong to a model beside its weights: tokenizer, chat template, settings, model card."""
+
+LAYOUT_FILE = "source_layout.json"
+"""File of an Orbax folder that says how the Hugging Face checkpoint looked that it came from."""
 
 
 @contextlib.contextmanager
@@ -67,6 +69,6 @@ def copy_companions(source: Path, destination: Path) -> None:
     """Copy the files that belong to a model beside its weights, except what is already at the destination."""
     for path in sorted(source.iterdir()):
         wanted = any(fnmatch.fnmatch(path.name, pattern) for pattern in COMPANIONS)
-        index_of_weights = path.name.endswith(".safetensors.index.json")
-        if wanted and path.is_file() and not index_of_weights and not (destination / path.name).exists():
+        describes_weights = path.name.endswith((".safetensors.index.json", LAYOUT_FILE))
+        if wanted and path.is_file() and not describes_weights and not (destination / path.name).exists():
             shutil.copyfile(path, destination / path.name)
