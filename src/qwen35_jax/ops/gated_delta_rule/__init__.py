@@ -2,13 +2,13 @@
 
 from typing import Literal, get_args
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from qwen35_jax.ops.gated_delta_rule.associative import associative
 from qwen35_jax.ops.gated_delta_rule.chunked import chunked
 from qwen35_jax.ops.gated_delta_rule.recurrent import recurrent
+from qwen35_jax.ops.segments import segment_index, segment_starts
 
 __all__ = ["Method", "gated_delta_rule"]
 
@@ -70,9 +70,10 @@ def gated_delta_rule(
         q, k, v, log_decay, beta = (
             jnp.where(real.reshape(real.shape + (1,) * (x.ndim - 2)), x, 0) for x in (q, k, v, log_decay, beta)
         )
-        starts, segments = _segments(segment_ids)
+        starts, segments = segment_starts(segment_ids), segment_index(segment_ids)
 
-    state = initial_state.reshape(batch, key_heads, group, key_dim, value_dim)
+    # Inside, the value heads of a key head stand side by side: [batch key_heads key_dim group value_dim].
+    state = initial_state.reshape(batch, key_heads, group, key_dim, value_dim).swapaxes(2, 3)
     v = v.reshape(batch, time, key_heads, group, value_dim)
     log_decay, beta = (x.reshape(batch, time, key_heads, group) for x in (log_decay, beta))
     if method == "auto":
@@ -84,17 +85,8 @@ def gated_delta_rule(
         outputs, state = run(q, k, v, log_decay, beta, state, segments, chunk_size)
     return (
         outputs.reshape(batch, time, value_heads, value_dim),
-        state.reshape(batch, value_heads, key_dim, value_dim),
+        state.swapaxes(2, 3).reshape(batch, value_heads, key_dim, value_dim),
     )
-
-
-def _segments(segment_ids):
-    real = segment_ids != 0
-    last_real = jax.lax.cummax(jnp.where(real, jnp.arange(segment_ids.shape[1]), -1), axis=1)
-    before = jnp.pad(last_real[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
-    id_before = jnp.take_along_axis(segment_ids, jnp.maximum(before, 0), axis=1)
-    starts = real & (before >= 0) & (id_before != segment_ids)
-    return starts, jnp.cumsum(starts, axis=1)
 
 
 def _check(q, k, v, log_decay, beta, initial_state, segment_ids, method, chunk_size):

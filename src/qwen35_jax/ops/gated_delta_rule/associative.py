@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from qwen35_jax.ops.gated_delta_rule.chunk import Chunk, ChunkTerms, advance, chunk_terms, join, split
+from qwen35_jax.ops.gated_delta_rule.chunk import ChunkTerms, advance, chunk_terms, join, split
 
 HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -20,12 +20,12 @@ class StateMap(NamedTuple):
     """S -> `transition` S + `write`."""
 
     transition: Float[Array, "*chunks key_heads group key_dim key_dim"]
-    write: Float[Array, "*chunks key_heads group key_dim value_dim"]
+    write: Float[Array, "*chunks key_heads key_dim group value_dim"]
 
     def __call__(
-        self, state: Float[Array, "*chunks key_heads group key_dim value_dim"]
-    ) -> Float[Array, "*chunks key_heads group key_dim value_dim"]:
-        return jnp.matmul(self.transition, state, precision=HIGHEST) + self.write
+        self, state: Float[Array, "*chunks key_heads key_dim group value_dim"]
+    ) -> Float[Array, "*chunks key_heads key_dim group value_dim"]:
+        return jnp.einsum("...krdc,...kcre->...kdre", self.transition, state, precision=HIGHEST) + self.write
 
 
 def compose(first: StateMap, second: StateMap) -> StateMap:
@@ -34,17 +34,16 @@ def compose(first: StateMap, second: StateMap) -> StateMap:
     return StateMap(transition, second(first.write))
 
 
-def chunk_map(chunk: Chunk, terms: ChunkTerms) -> StateMap:
+def chunk_map(terms: ChunkTerms) -> StateMap:
     """What the chunk does to any state it is entered with."""
     solved = terms.to_state[..., :, None] * terms.inverse * terms.beta[..., None, :]
-    tail = jnp.einsum("...ikd,...krij->...krdj", chunk.k, solved, precision=HIGHEST)
+    tail = jnp.einsum("...kid,...krij->...krdj", terms.k, solved, precision=HIGHEST)
     forget = jnp.einsum(
-        "...krdj,...jkc->...krdc", tail * terms.from_state[..., None, :], chunk.k, precision=HIGHEST
+        "...krdj,...kjc->...krdc", tail * terms.from_state[..., None, :], terms.k, precision=HIGHEST
     )
-    identity = jnp.eye(chunk.k.shape[-1], dtype=chunk.k.dtype)
+    identity = jnp.eye(terms.k.shape[-1], dtype=terms.k.dtype)
     transition = terms.from_state[..., -1, None, None] * identity - forget
-    write = jnp.einsum("...krdj,...jkre->...krde", tail, chunk.v, precision=HIGHEST)
-    return StateMap(transition, write)
+    return StateMap(transition, jnp.einsum("...krdj,...kjre->...kdre", tail, terms.v, precision=HIGHEST))
 
 
 def associative(
@@ -53,18 +52,17 @@ def associative(
     v: Float[Array, "batch time key_heads group value_dim"],
     log_decay: Float[Array, "batch time key_heads group"],
     beta: Float[Array, "batch time key_heads group"],
-    state: Float[Array, "batch key_heads group key_dim value_dim"],
+    state: Float[Array, "batch key_heads key_dim group value_dim"],
     segments: Int[Array, "batch time"] | None,
     chunk_size: int,
 ) -> tuple[
     Float[Array, "batch time key_heads group value_dim"],
-    Float[Array, "batch key_heads group key_dim value_dim"],
+    Float[Array, "batch key_heads key_dim group value_dim"],
 ]:
     """All chunks at once: their maps, composed in a tree, give the state before each chunk."""
-    chunks = split(q, k, v, log_decay, beta, segments, chunk_size)
-    terms = chunk_terms(chunks)
-    maps = jax.lax.associative_scan(compose, chunk_map(chunks, terms))
-    after = maps(state)
-    before = jnp.concatenate([state[None], after[:-1]])
-    _, outputs = advance(before, chunks, terms)
-    return join(outputs, q.shape[1]), after[-1]
+    terms = chunk_terms(split(q, k, v, log_decay, beta, segments, chunk_size))
+    maps = jax.lax.associative_scan(compose, chunk_map(terms), axis=1)
+    after = maps(state[:, None])
+    before = jnp.concatenate([state[:, None], after[:, :-1]], axis=1)
+    _, outputs = advance(before, terms)
+    return join(outputs, q.shape[1]), after[:, -1]

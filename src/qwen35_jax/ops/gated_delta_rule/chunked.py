@@ -1,9 +1,15 @@
-"""The gated delta rule chunk by chunk: the method for training and prefill."""
+"""The gated delta rule chunk by chunk: the method for training and prefill.
+
+Chunks are read from the inputs, and outputs and gradients written, in place, inside one loop: nothing is transposed
+or stacked outside it. The backward pass keeps the inputs and the state before each chunk, and walks the chunks in
+reverse, each recomputed and differentiated on its own.
+"""
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from qwen35_jax.ops.gated_delta_rule.chunk import advance, chunk_terms, join, split
+from qwen35_jax.ops.gated_delta_rule.chunk import Chunk, advance, chunk_terms, join, split
 
 
 def chunked(
@@ -12,19 +18,76 @@ def chunked(
     v: Float[Array, "batch time key_heads group value_dim"],
     log_decay: Float[Array, "batch time key_heads group"],
     beta: Float[Array, "batch time key_heads group"],
-    state: Float[Array, "batch key_heads group key_dim value_dim"],
+    state: Float[Array, "batch key_heads key_dim group value_dim"],
     segments: Int[Array, "batch time"] | None,
     chunk_size: int,
 ) -> tuple[
     Float[Array, "batch time key_heads group value_dim"],
-    Float[Array, "batch key_heads group key_dim value_dim"],
+    Float[Array, "batch key_heads key_dim group value_dim"],
 ]:
-    """Walks the chunks in one `lax.scan`; the backward pass keeps one state per chunk and recomputes the rest."""
+    """Walks the chunks; `segments` counts the segments of a row from 0, where `state` belongs to segment 0."""
     chunks = split(q, k, v, log_decay, beta, segments, chunk_size)
-
-    @jax.checkpoint
-    def body(state, chunk):
-        return advance(state, chunk, chunk_terms(chunk))
-
-    state, outputs = jax.lax.scan(body, state, chunks)
+    outputs, state = _walk(chunks, state)
     return join(outputs, q.shape[1]), state
+
+
+def _at(tree, index):
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, axis=1, keepdims=False), tree)
+
+
+def _put(tree, update, index):
+    return jax.tree.map(
+        lambda x, part: jax.lax.dynamic_update_index_in_dim(x, part, index, axis=1), tree, update
+    )
+
+
+def _step(state, chunk):
+    return advance(state, chunk_terms(chunk))
+
+
+def _forward(chunks, state, *, keep_states):
+    def body(carry, index):
+        state, outputs = carry
+        after, output = _step(state, _at(chunks, index))
+        return (after, _put(outputs, output, index)), state if keep_states else None
+
+    (state, outputs), states = jax.lax.scan(
+        body, (state, jnp.zeros_like(chunks.v)), jnp.arange(chunks.v.shape[1])
+    )
+    return (outputs, state), states
+
+
+@jax.custom_vjp
+def _walk(chunks: Chunk, state):
+    return _forward(chunks, state, keep_states=False)[0]
+
+
+def _walk_forward(chunks, state):
+    results, states = _forward(chunks, state, keep_states=True)
+    return results, (chunks, states)
+
+
+def _walk_backward(kept, cotangents):
+    chunks, states = kept
+    d_outputs, d_state = cotangents
+    segments = {"segment": chunks.segment, "segment_before": chunks.segment_before}
+    arrays = chunks._replace(segment=None, segment_before=None)
+
+    def body(carry, step):
+        d_state, gradients = carry
+        index, state = step
+        here = _at(segments, index)
+        _, pull_back = jax.vjp(lambda state, chunk: _step(state, chunk._replace(**here)), state, _at(arrays, index))
+        d_state, d_chunk = pull_back((d_state, _at(d_outputs, index)))
+        return (d_state, _put(gradients, d_chunk, index)), None
+
+    (d_state, gradients), _ = jax.lax.scan(
+        body,
+        (d_state, jax.tree.map(jnp.zeros_like, arrays)),
+        (jnp.arange(chunks.v.shape[1]), states),
+        reverse=True,
+    )
+    return gradients, d_state
+
+
+_walk.defvjp(_walk_forward, _walk_backward)

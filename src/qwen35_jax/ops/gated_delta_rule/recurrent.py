@@ -18,21 +18,21 @@ HIGHEST = jax.lax.Precision.HIGHEST
 
 
 def token_step(
-    state: Float[Array, "batch key_heads group key_dim value_dim"],
+    state: Float[Array, "batch key_heads key_dim group value_dim"],
     q: Float[Array, "batch key_heads key_dim"],
     k: Float[Array, "batch key_heads key_dim"],
     v: Float[Array, "batch key_heads group value_dim"],
     log_decay: Float[Array, "batch key_heads group"],
     beta: Float[Array, "batch key_heads group"],
 ) -> tuple[
-    Float[Array, "batch key_heads group key_dim value_dim"], Float[Array, "batch key_heads group value_dim"]
+    Float[Array, "batch key_heads key_dim group value_dim"], Float[Array, "batch key_heads group value_dim"]
 ]:
     """Moves the state over one token and reads it: returns `(new state, output)`."""
-    state = state * jnp.exp(log_decay)[..., None, None]
-    recalled = jnp.einsum("bkd,bkrde->bkre", k, state, precision=HIGHEST)
+    state = state * jnp.exp(log_decay)[:, :, None, :, None]
+    recalled = jnp.einsum("bkd,bkdre->bkre", k, state, precision=HIGHEST)
     correction = beta[..., None] * (v - recalled)
-    state = state + k[:, :, None, :, None] * correction[..., None, :]
-    return state, jnp.einsum("bkd,bkrde->bkre", q, state, precision=HIGHEST)
+    state = state + k[..., None, None] * correction[:, :, None]
+    return state, jnp.einsum("bkd,bkdre->bkre", q, state, precision=HIGHEST)
 
 
 def recurrent(
@@ -41,11 +41,11 @@ def recurrent(
     v: Float[Array, "batch time key_heads group value_dim"],
     log_decay: Float[Array, "batch time key_heads group"],
     beta: Float[Array, "batch time key_heads group"],
-    state: Float[Array, "batch key_heads group key_dim value_dim"],
+    state: Float[Array, "batch key_heads key_dim group value_dim"],
     starts: Bool[Array, "batch time"] | None,
 ) -> tuple[
     Float[Array, "batch time key_heads group value_dim"],
-    Float[Array, "batch key_heads group key_dim value_dim"],
+    Float[Array, "batch key_heads key_dim group value_dim"],
 ]:
     """Walks the tokens one by one.
 
