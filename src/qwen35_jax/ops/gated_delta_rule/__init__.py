@@ -72,8 +72,9 @@ def gated_delta_rule(
         )
         starts, segments = segment_starts(segment_ids), segment_index(segment_ids)
 
-    # Inside, the value heads of a key head stand side by side: [batch key_heads key_dim group value_dim].
+    # Inside, the states of a key head's value heads stand side by side, [batch key_heads key_dim group * value_dim].
     state = initial_state.reshape(batch, key_heads, group, key_dim, value_dim).swapaxes(2, 3)
+    state = state.reshape(batch, key_heads, key_dim, group * value_dim)
     v = v.reshape(batch, time, key_heads, group, value_dim)
     log_decay, beta = (x.reshape(batch, time, key_heads, group) for x in (log_decay, beta))
     if method == "auto":
@@ -83,9 +84,10 @@ def gated_delta_rule(
     else:
         run = chunked if method == "chunked" else associative
         outputs, state = run(q, k, v, log_decay, beta, state, segments, chunk_size)
+    state = state.reshape(batch, key_heads, key_dim, group, value_dim).swapaxes(2, 3)
     return (
         outputs.reshape(batch, time, value_heads, value_dim),
-        state.swapaxes(2, 3).reshape(batch, value_heads, key_dim, value_dim),
+        state.reshape(batch, value_heads, key_dim, value_dim),
     )
 
 

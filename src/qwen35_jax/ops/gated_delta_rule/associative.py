@@ -11,39 +11,41 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from qwen35_jax.ops.gated_delta_rule.chunk import ChunkTerms, advance, chunk_terms, join, split
-
-HIGHEST = jax.lax.Precision.HIGHEST
-
+from qwen35_jax.ops.gated_delta_rule.chunk import (
+    ChunkTerms,
+    advance,
+    apart,
+    chunk_terms,
+    join,
+    product,
+    side_by_side,
+    split,
+)
 
 class StateMap(NamedTuple):
-    """S -> `transition` S + `write`."""
+    """S -> `transition` S + `write`, for each value head."""
 
     transition: Float[Array, "*chunks key_heads group key_dim key_dim"]
-    write: Float[Array, "*chunks key_heads key_dim group value_dim"]
+    write: Float[Array, "*chunks key_heads group key_dim value_dim"]
 
     def __call__(
-        self, state: Float[Array, "*chunks key_heads key_dim group value_dim"]
-    ) -> Float[Array, "*chunks key_heads key_dim group value_dim"]:
-        return jnp.einsum("...krdc,...kcre->...kdre", self.transition, state, precision=HIGHEST) + self.write
+        self, state: Float[Array, "*chunks key_heads group key_dim value_dim"]
+    ) -> Float[Array, "*chunks key_heads group key_dim value_dim"]:
+        return product(self.transition, state) + self.write
 
 
 def compose(first: StateMap, second: StateMap) -> StateMap:
     """The map that does `first`, then `second`."""
-    transition = jnp.matmul(second.transition, first.transition, precision=HIGHEST)
-    return StateMap(transition, second(first.write))
+    return StateMap(product(second.transition, first.transition), second(first.write))
 
 
 def chunk_map(terms: ChunkTerms) -> StateMap:
     """What the chunk does to any state it is entered with."""
-    solved = terms.to_state[..., :, None] * terms.inverse * terms.beta[..., None, :]
-    tail = jnp.einsum("...kid,...krij->...krdj", terms.k, solved, precision=HIGHEST)
-    forget = jnp.einsum(
-        "...krdj,...kjc->...krdc", tail * terms.from_state[..., None, :], terms.k, precision=HIGHEST
-    )
-    identity = jnp.eye(terms.k.shape[-1], dtype=terms.k.dtype)
-    transition = terms.from_state[..., -1, None, None] * identity - forget
-    return StateMap(transition, jnp.einsum("...krdj,...kjre->...kdre", tail, terms.v, precision=HIGHEST))
+    k = terms.k[..., None, :, :]
+    writer = product(k.mT, terms.to_state[..., :, None] * terms.inverse * terms.beta[..., None, :])
+    kept = terms.from_state[..., -1, None, None] * jnp.eye(k.shape[-1], dtype=k.dtype)
+    transition = kept - product(writer * terms.from_state[..., None, :], k)
+    return StateMap(transition, product(writer, terms.v))
 
 
 def associative(
@@ -52,17 +54,18 @@ def associative(
     v: Float[Array, "batch time key_heads group value_dim"],
     log_decay: Float[Array, "batch time key_heads group"],
     beta: Float[Array, "batch time key_heads group"],
-    state: Float[Array, "batch key_heads key_dim group value_dim"],
+    state: Float[Array, "batch key_heads key_dim values"],
     segments: Int[Array, "batch time"] | None,
     chunk_size: int,
 ) -> tuple[
     Float[Array, "batch time key_heads group value_dim"],
-    Float[Array, "batch key_heads key_dim group value_dim"],
+    Float[Array, "batch key_heads key_dim values"],
 ]:
     """All chunks at once: their maps, composed in a tree, give the state before each chunk."""
     terms = chunk_terms(split(q, k, v, log_decay, beta, segments, chunk_size))
     maps = jax.lax.associative_scan(compose, chunk_map(terms), axis=1)
-    after = maps(state[:, None])
+    group = v.shape[3]
+    after = side_by_side(maps(apart(state, group)[:, None]))
     before = jnp.concatenate([state[:, None], after[:, :-1]], axis=1)
     _, outputs = advance(before, terms)
     return join(outputs, q.shape[1]), after[:, -1]

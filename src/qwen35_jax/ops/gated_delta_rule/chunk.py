@@ -23,6 +23,11 @@ from qwen35_jax.ops.gated_delta_rule.block_inverse import unit_lower_inverse
 HIGHEST = jax.lax.Precision.HIGHEST
 
 
+def product(a: Float[Array, "*batch m n"], b: Float[Array, "*batch n p"]) -> Float[Array, "*batch m p"]:
+    """Matrix product in full precision, wherever the hardware would rather round its operands."""
+    return jnp.matmul(a, b, precision=HIGHEST)
+
+
 class Chunk(NamedTuple):
     """Inputs of one chunk; `*chunks` stands for any leading axes (batch, or batch and chunk)."""
 
@@ -37,18 +42,29 @@ class Chunk(NamedTuple):
 
 
 class ChunkTerms(NamedTuple):
-    """Everything of a chunk that does not depend on the state, heads before tokens."""
+    """Everything of a chunk that does not depend on the state, heads before tokens. Names: see the top of the file."""
 
     q: Float[Array, "*chunks key_heads size key_dim"]
     k: Float[Array, "*chunks key_heads size key_dim"]
-    v: Float[Array, "*chunks key_heads size group value_dim"]
+    v: Float[Array, "*chunks key_heads group size value_dim"]
     beta: Float[Array, "*chunks key_heads group size"]
-    inverse: Float[Array, "*chunks key_heads group size size"]
-    attention: Float[Array, "*chunks key_heads group size size"]
+    query_key: Float[Array, "*chunks key_heads size size"]
+    key_key: Float[Array, "*chunks key_heads size size"]
+    decay: Float[Array, "*chunks key_heads group size size"]
+    """Gamma, 0 between segments."""
     from_state: Float[Array, "*chunks key_heads group size"]
     """exp(G_i), 0 for tokens that do not see the state."""
-    to_state: Float[Array, "*chunks key_heads group size"]
-    """exp(G_C - G_i), 0 for tokens whose segment ends within the chunk."""
+    inverse: Float[Array, "*chunks key_heads group size size"]
+    """X."""
+
+    @property
+    def to_state(self) -> Float[Array, "*chunks key_heads group size"]:
+        """exp(G_C - G_i), 0 for tokens whose segment ends within the chunk."""
+        return self.decay[..., -1, :]
+
+    @property
+    def attention(self) -> Float[Array, "*chunks key_heads group size size"]:
+        return self.query_key[..., None, :, :] * self.decay
 
 
 def split_cumsum(
@@ -68,8 +84,8 @@ def split_cumsum(
     coarse = jax.lax.stop_gradient(jnp.round(log_decay / grid) * grid)
     upper = jnp.triu(jnp.ones((size, size), log_decay.dtype))
     return (
-        jnp.matmul(coarse, upper, precision=HIGHEST),
-        jnp.matmul(log_decay - coarse, upper, precision=HIGHEST),
+        product(coarse, upper),
+        product(log_decay - coarse, upper),
     )
 
 
@@ -79,8 +95,8 @@ def _masked_exp(exponent, mask):
 
 
 def chunk_terms(chunk: Chunk) -> ChunkTerms:
-    """Decays, the inverse and the attention matrix of a chunk."""
-    q, k, v = chunk.q.swapaxes(-3, -2), chunk.k.swapaxes(-3, -2), jnp.moveaxis(chunk.v, -4, -3)
+    """Decays, products of queries and keys, and the inverse of a chunk."""
+    q, k, v = chunk.q.swapaxes(-3, -2), chunk.k.swapaxes(-3, -2), jnp.moveaxis(chunk.v, -4, -2)
     log_decay, beta = jnp.moveaxis(chunk.log_decay, -3, -1), jnp.moveaxis(chunk.beta, -3, -1)
 
     coarse, fine = split_cumsum(log_decay)
@@ -95,36 +111,116 @@ def chunk_terms(chunk: Chunk) -> ChunkTerms:
         sees_state = chunk.segment == chunk.segment_before[..., None]
         from_state = _masked_exp(coarse + fine, sees_state[..., None, None, :])
 
-    key_key = jnp.einsum("...kid,...kjd->...kij", k, k, precision=HIGHEST)[..., None, :, :]
-    query_key = jnp.einsum("...kid,...kjd->...kij", q, k, precision=HIGHEST)[..., None, :, :]
-    inverse = unit_lower_inverse(jnp.tril(beta[..., None] * key_key * decay, -1))
-    return ChunkTerms(q, k, v, beta, inverse, query_key * decay, from_state, decay[..., -1, :])
+    query_key, key_key = product(q, k.mT), product(k, k.mT)
+    inverse = unit_lower_inverse(jnp.tril(beta[..., None] * key_key[..., None, :, :] * decay, -1))
+    return ChunkTerms(q, k, v, beta, query_key, key_key, decay, from_state, inverse)
+
+
+def side_by_side(
+    x: Float[Array, "*chunks key_heads group size value_dim"],
+) -> Float[Array, "*chunks key_heads size values"]:
+    """The value heads of a key head beside each other, so that one product with q or k serves them all."""
+    *_, group, size, value_dim = x.shape
+    return x.swapaxes(-3, -2).reshape(*x.shape[:-3], size, group * value_dim)
+
+
+def apart(
+    x: Float[Array, "*chunks key_heads size values"], group: int
+) -> Float[Array, "*chunks key_heads group size value_dim"]:
+    """Undoes `side_by_side`."""
+    return x.reshape(*x.shape[:-1], group, -1).swapaxes(-3, -2)
 
 
 def advance(
-    state: Float[Array, "*chunks key_heads key_dim group value_dim"], terms: ChunkTerms
+    state: Float[Array, "*chunks key_heads key_dim values"], terms: ChunkTerms
 ) -> tuple[
-    Float[Array, "*chunks key_heads key_dim group value_dim"],
+    Float[Array, "*chunks key_heads key_dim values"],
     Float[Array, "*chunks size key_heads group value_dim"],
 ]:
-    """Moves the state over the chunk: returns `(new state, outputs)`.
+    """Moves the state over the chunk: returns `(new state, outputs)`."""
+    group = terms.v.shape[-3]
+    from_state, to_state = terms.from_state[..., None], terms.to_state[..., None]
+    recalled, read = apart(product(terms.k, state), group), apart(product(terms.q, state), group)
+    corrections = product(terms.inverse, terms.beta[..., None] * (terms.v - from_state * recalled))
+    outputs = from_state * read + product(terms.attention, corrections)
+    written = product(terms.k.mT, side_by_side(to_state * corrections))
+    return _fade(state, terms) + written, jnp.moveaxis(outputs, -2, -4)
 
-    The value heads of a key head stand side by side in the state, so that one product serves them all.
+
+def _fade(state, terms):
+    """exp(G_C) S, with S as in `advance`."""
+    by_head = state.reshape(*state.shape[:-1], terms.v.shape[-3], -1)
+    return (terms.from_state[..., None, :, -1:] * by_head).reshape(state.shape)
+
+
+def advance_gradient(
+    state: Float[Array, "*chunks key_heads key_dim values"],
+    terms: ChunkTerms,
+    d_state: Float[Array, "*chunks key_heads key_dim values"],
+    d_outputs: Float[Array, "*chunks size key_heads group value_dim"],
+) -> tuple[Float[Array, "*chunks key_heads key_dim values"], tuple[Array, Array, Array, Array, Array]]:
+    """Gradient of `advance` and `chunk_terms` together, written out.
+
+    Against automatic differentiation it saves the derivative of the inverse: with v' = X w, the gradient of L is
+    -dw v'^T below the diagonal, one product instead of three.
+
+    Args:
+        state: the state the chunk was entered with.
+        terms: of the chunk.
+        d_state: gradient with respect to the state after the chunk.
+        d_outputs: gradient with respect to the outputs.
+
+    Returns:
+        The gradient with respect to `state`, and those with respect to q, k, v, log_decay and beta of the `Chunk`.
     """
-    q, k, v, beta, inverse, attention, from_state, to_state = terms
+    q, k, v, _, query_key, key_key, decay, _, inverse = terms
+    group = v.shape[-3]
+    beta, from_state, to_state = (x[..., None] for x in (terms.beta, terms.from_state, terms.to_state))
+    query_key, key_key = query_key[..., None, :, :], key_key[..., None, :, :]
+    d_outputs = jnp.moveaxis(d_outputs, -4, -2)
 
-    def per_token(weight):  # [... key_heads group size] -> [... key_heads size group 1]
-        return weight.swapaxes(-1, -2)[..., None]
+    recalled, read = apart(product(k, state), group), apart(product(q, state), group)
+    error = v - from_state * recalled
+    corrections = product(inverse, beta * error)
 
-    recalled = jnp.einsum("...kid,...kdre->...kire", k, state, precision=HIGHEST)
-    read = jnp.einsum("...kid,...kdre->...kire", q, state, precision=HIGHEST)
-    wanted = per_token(beta) * (v - per_token(from_state) * recalled)
-    corrections = jnp.einsum("...krij,...kjre->...kire", inverse, wanted, precision=HIGHEST)
-    attended = jnp.einsum("...krij,...kjre->...kire", attention, corrections, precision=HIGHEST)
-    outputs = per_token(from_state) * read + attended
-    written = jnp.einsum("...kid,...kire->...kdre", k, per_token(to_state) * corrections, precision=HIGHEST)
-    state = from_state[..., None, :, -1:] * state + written
-    return state, jnp.moveaxis(outputs, -3, -4)
+    d_written = apart(product(k, d_state), group)
+    d_corrections = product(terms.attention.mT, d_outputs) + to_state * d_written
+    d_wanted = product(inverse.mT, d_corrections)
+    d_attention = product(d_outputs, corrections.mT) * decay
+    d_lower = -jnp.tril(product(d_wanted, corrections.mT), -1) * decay
+    d_error = beta * d_wanted
+    d_recalled, d_read = side_by_side(-from_state * d_error), side_by_side(from_state * d_outputs)
+    written = side_by_side(to_state * corrections)
+
+    d_query_key = jnp.sum(d_attention, -3)
+    d_key_key = jnp.sum(beta * d_lower, -3)
+    d_q = product(d_query_key, k) + product(d_read, state.mT)
+    d_k = (
+        product(d_query_key.mT, q)
+        + product(d_key_key + d_key_key.mT, k)
+        + product(d_recalled, state.mT)
+        + product(written, d_state.mT)
+    )
+    d_beta = jnp.sum(d_wanted * error, -1) + jnp.sum(d_lower * key_key, -1)
+
+    d_difference = d_attention * query_key + beta * d_lower * key_key
+    d_last = jnp.sum(to_state * d_written * corrections, -1)
+    d_total = jnp.sum(d_difference, -1) - jnp.sum(d_difference, -2) - d_last
+    d_total += jnp.sum(from_state * (d_outputs * read - d_error * recalled), -1)
+    faded = _fade(state, terms)
+    d_fade = (d_state * faded).reshape(*faded.shape[:-1], group, -1).sum((-3, -1))
+    d_total = d_total.at[..., -1].add(jnp.sum(d_last, -1) + d_fade)
+    size = d_total.shape[-1]
+    d_log_decay = product(d_total, jnp.tril(jnp.ones((size, size), d_total.dtype)))
+
+    d_before = _fade(d_state, terms) + product(k.mT, d_recalled) + product(q.mT, d_read)
+    return d_before, (
+        d_q.swapaxes(-3, -2),
+        d_k.swapaxes(-3, -2),
+        jnp.moveaxis(d_error, -2, -4),
+        jnp.moveaxis(d_log_decay, -1, -3),
+        jnp.moveaxis(d_beta, -1, -3),
+    )
 
 
 def split(

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from qwen35_jax.ops.gated_delta_rule.chunk import Chunk, advance, chunk_terms, join, split
+from qwen35_jax.ops.gated_delta_rule.chunk import Chunk, advance, advance_gradient, chunk_terms, join, split
 
 
 def chunked(
@@ -18,12 +18,12 @@ def chunked(
     v: Float[Array, "batch time key_heads group value_dim"],
     log_decay: Float[Array, "batch time key_heads group"],
     beta: Float[Array, "batch time key_heads group"],
-    state: Float[Array, "batch key_heads key_dim group value_dim"],
+    state: Float[Array, "batch key_heads key_dim values"],
     segments: Int[Array, "batch time"] | None,
     chunk_size: int,
 ) -> tuple[
     Float[Array, "batch time key_heads group value_dim"],
-    Float[Array, "batch key_heads key_dim group value_dim"],
+    Float[Array, "batch key_heads key_dim values"],
 ]:
     """Walks the chunks; `segments` counts the segments of a row from 0, where `state` belongs to segment 0."""
     chunks = split(q, k, v, log_decay, beta, segments, chunk_size)
@@ -41,14 +41,10 @@ def _put(tree, update, index):
     )
 
 
-def _step(state, chunk):
-    return advance(state, chunk_terms(chunk))
-
-
 def _forward(chunks, state, *, keep_states):
     def body(carry, index):
         state, outputs = carry
-        after, output = _step(state, _at(chunks, index))
+        after, output = advance(state, chunk_terms(_at(chunks, index)))
         return (after, _put(outputs, output, index)), state if keep_states else None
 
     (state, outputs), states = jax.lax.scan(
@@ -70,24 +66,22 @@ def _walk_forward(chunks, state):
 def _walk_backward(kept, cotangents):
     chunks, states = kept
     d_outputs, d_state = cotangents
-    segments = {"segment": chunks.segment, "segment_before": chunks.segment_before}
-    arrays = chunks._replace(segment=None, segment_before=None)
 
     def body(carry, step):
         d_state, gradients = carry
         index, state = step
-        here = _at(segments, index)
-        _, pull_back = jax.vjp(lambda state, chunk: _step(state, chunk._replace(**here)), state, _at(arrays, index))
-        d_state, d_chunk = pull_back((d_state, _at(d_outputs, index)))
+        terms = chunk_terms(_at(chunks, index))
+        d_state, d_chunk = advance_gradient(state, terms, d_state, _at(d_outputs, index))
         return (d_state, _put(gradients, d_chunk, index)), None
 
+    inputs = (chunks.q, chunks.k, chunks.v, chunks.log_decay, chunks.beta)
     (d_state, gradients), _ = jax.lax.scan(
         body,
-        (d_state, jax.tree.map(jnp.zeros_like, arrays)),
+        (d_state, jax.tree.map(jnp.zeros_like, inputs)),
         (jnp.arange(chunks.v.shape[1]), states),
         reverse=True,
     )
-    return gradients, d_state
+    return Chunk(*gradients, None, None), d_state
 
 
 _walk.defvjp(_walk_forward, _walk_backward)

@@ -41,11 +41,11 @@ def recurrent(
     v: Float[Array, "batch time key_heads group value_dim"],
     log_decay: Float[Array, "batch time key_heads group"],
     beta: Float[Array, "batch time key_heads group"],
-    state: Float[Array, "batch key_heads key_dim group value_dim"],
+    state: Float[Array, "batch key_heads key_dim values"],
     starts: Bool[Array, "batch time"] | None,
 ) -> tuple[
     Float[Array, "batch time key_heads group value_dim"],
-    Float[Array, "batch key_heads key_dim group value_dim"],
+    Float[Array, "batch key_heads key_dim values"],
 ]:
     """Walks the tokens one by one.
 
@@ -64,10 +64,11 @@ def recurrent(
             state = jnp.where(cut[:, None, None, None, None], 0, state)
         return token_step(state, *inputs)
 
+    by_head = state.reshape(*state.shape[:3], *v.shape[3:])
     if q.shape[1] == 1:  # decoding: no loop, one small program
         token = [x[:, 0] for x in (q, k, v, log_decay, beta)]
-        state, output = body(state, (*token, None if starts is None else starts[:, 0]))
-        return output[:, None], state
+        by_head, output = body(by_head, (*token, None if starts is None else starts[:, 0]))
+        return output[:, None], by_head.reshape(state.shape)
     tokens = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (q, k, v, log_decay, beta, starts))
-    state, outputs = jax.lax.scan(body, state, tokens)
-    return jnp.moveaxis(outputs, 0, 1), state
+    by_head, outputs = jax.lax.scan(body, by_head, tokens)
+    return jnp.moveaxis(outputs, 0, 1), by_head.reshape(state.shape)
