@@ -132,7 +132,8 @@ def _fit_to_context(
         if new > room:
             raise PromptError(
                 f"prompt {row} has {len(prompt)} tokens and {new} more are asked for, but the context "
-                f"of the model is {context} (max_position_embeddings): ask for at most {room} or shorten the prompt"
+                f"of the model is {context} (max_position_embeddings): "
+                f"ask for at most {room} or shorten the prompt"
             )
         fitted.append(dataclasses.replace(wanted, max_new_tokens=new))
     return fitted
@@ -173,8 +174,10 @@ class _Run:
 
     def result(self) -> GenerationResult:
         graphdef, params = self.model.graphdef, self.model.params
-        cache, logits = self._empty()
-        rows = self._first_rows()
+        # Placed as the parameters are, so that jit sees the same in a program's first call and in later ones.
+        placement = _beside(params)
+        cache, logits = jax.device_put(self._empty(), placement)
+        rows, sampling, limits = jax.device_put((self._first_rows(), self.sampling, self.limits), placement)
         chunks = list(self._padded_chunks())
         keep = self.most > 1
         # Compiled before the clock starts; calls below find the programs by their arguments' shapes.
@@ -182,14 +185,14 @@ class _Run:
             tokens.shape: (tokens, segment_ids) for tokens, segment_ids in chunks
         }.values():
             self._compile(prefill_chunk, graphdef, params, cache, logits, tokens, segment_ids)
-        self._compile(first_token, logits, rows, self.sampling, self.limits)
+        self._compile(first_token, logits, rows, sampling, limits)
         if keep.any():
-            self._compile(next_token, graphdef, params, cache, rows, keep, self.sampling, self.limits)
+            self._compile(next_token, graphdef, params, cache, rows, keep, sampling, limits)
 
         begin = time.perf_counter()
         for tokens, segment_ids in chunks:
             logits, cache = prefill_chunk(graphdef, params, cache, logits, tokens, segment_ids)
-        rows, emission = first_token(logits, rows, self.sampling, self.limits)
+        rows, emission = first_token(logits, rows, sampling, limits)
         first_seen = begin
         # The device runs one step ahead of the host: while a token becomes text and is shown, the next one is
         # being computed. Stop ids freeze a row on the device itself; only the length and stop strings are
@@ -198,9 +201,7 @@ class _Run:
             following = None
             keep = np.array([reason is None for reason in self.reasons]) & (step + 1 < self.most)
             if keep.any():
-                cache, rows, following = next_token(
-                    graphdef, params, cache, rows, keep, self.sampling, self.limits
-                )
+                cache, rows, following = next_token(graphdef, params, cache, rows, keep, sampling, limits)
             emission = jax.device_get(emission)
             if step == 0:
                 first_seen = time.perf_counter()
@@ -293,6 +294,14 @@ class _Run:
                 decode_seconds=decode_seconds if decode_tokens else 0.0,
             ),
         )
+
+
+def _beside(params: Parameters) -> jax.sharding.Sharding:
+    """Where values that every device needs go: to the parameters' device, or whole to each of their mesh."""
+    sharding = jax.tree.leaves(params)[0].sharding
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
+    return sharding
 
 
 def _stop_id_rows(settings: Sequence[GenerationSettings], stop_ids: Sequence[int]) -> np.ndarray:
