@@ -119,11 +119,13 @@ def save_orbax(
 
 
 class _OneAtATime(ocp.type_handlers.NumpyHandler):
-    """Writes each parameter to the end before it reads the next, so that one at a time is in memory."""
+    """Deals with one parameter to the end before the next, so that one at a time is in memory beside the
+    rest."""
 
-    def __init__(self, advance: Advance):
+    def __init__(self, advance: Advance, *, to_device: bool = False):
         super().__init__(deepcopy_host_arrays=False)
         self._advance = advance
+        self._to_device = to_device
 
     async def serialize(
         self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None
@@ -133,6 +135,16 @@ class _OneAtATime(ocp.type_handlers.NumpyHandler):
                 commit.result()
             self._advance(value.nbytes)
         return []
+
+    async def deserialize(
+        self, infos: Sequence[Any], args: Sequence[Any] | None = None
+    ) -> Sequence[np.ndarray]:
+        arrays: list[Any] = []
+        for info, arg in zip(infos, args or [ocp.RestoreArgs()] * len(infos), strict=True):
+            (array,) = await super().deserialize([info], [arg])
+            self._advance(array.nbytes)
+            arrays.append(jax.device_put(array) if self._to_device else array)
+        return arrays
 
 
 def _save_tree(directory: Path, params: Mapping[str, Any], advance: Advance) -> None:
@@ -169,39 +181,46 @@ def load_orbax(
     require_dense_text(config)
     kept = _read_kept(folder)
     kept_mtp = kept is not None and any(name.startswith("mtp.") for name in kept.tensors)
+    directory = folder / PARAMETERS
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        stored = _stored_parameters(checkpointer, folder / PARAMETERS)
-        saved_mtp = any(path[0] == "mtp" for path in stored)
-        if mtp and not saved_mtp and not kept_mtp:
-            raise CheckpointError(f"{folder}: the MTP head was asked for, but the checkpoint holds none")
-        wanted = _wanted_parameters(config, stored, folder, mtp=mtp and saved_mtp)
-        target: dict[str, Any] = {}
-        nbytes = 0
-        for path, shape in wanted.items():
-            _, in_file = stored[_as_text(path)]
-            nbytes += math.prod(shape) * in_file.itemsize
-            dtype = dtype_in_memory(path, in_file, parameter_dtype)
-            if to_device:
-                dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
-            sharding = None if shardings is None else leaf(shardings, path)
-            set_leaf(target, path, jax.ShapeDtypeStruct(shape, dtype, sharding=sharding))
-        with progress(f"Loading {folder.name}", nbytes) as advance:
-            params = checkpointer.restore(
-                folder / PARAMETERS,
-                args=ocp.args.PyTreeRestore(
-                    target,
-                    restore_args=ocp.checkpoint_utils.construct_restore_args(target),
-                    partial_restore=True,
-                ),
-            )
-            advance(nbytes)
-    if to_device:
-        for path, array in list(parameter_leaves(params)):
-            if isinstance(array, np.ndarray):
-                set_leaf(params, path, jax.device_put(array))
+        stored = _stored_parameters(checkpointer, directory)
+    saved_mtp = any(path[0] == "mtp" for path in stored)
+    if mtp and not saved_mtp and not kept_mtp:
+        raise CheckpointError(f"{folder}: the MTP head was asked for, but the checkpoint holds none")
+    target: dict[str, Any] = {}
+    for path, shape in _wanted_parameters(config, stored, folder, mtp=mtp and saved_mtp).items():
+        dtype = dtype_in_memory(path, stored[_as_text(path)][1], parameter_dtype)
+        if to_device:
+            dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
+        sharding = None if shardings is None else leaf(shardings, path)
+        set_leaf(target, path, jax.ShapeDtypeStruct(shape, dtype, sharding=sharding))
+    params = _restore_tree(directory, target, to_device=to_device, progress=progress)
     if mtp and not saved_mtp and kept is not None:
         params["mtp"], kept = _read_kept_mtp(config, kept, parameter_dtype, shardings, to_device)
     return config, params, kept
+
+
+def _restore_tree(
+    directory: Path, target: dict[str, Any], *, to_device: bool, progress: Progress
+) -> dict[str, Any]:
+    """Read what `target` names. With shardings Orbax places each device's part, otherwise it is done here."""
+    nbytes = sum(math.prod(each.shape) * each.dtype.itemsize for _, each in parameter_leaves(target))
+    with progress(f"Loading {directory.parent.name}", nbytes) as advance:
+        if any(each.sharding is not None for _, each in parameter_leaves(target)):
+            handler = ocp.PyTreeCheckpointHandler()
+        else:
+            one_at_a_time = _OneAtATime(advance, to_device=to_device)
+            registry = ocp.type_handlers.create_type_handler_registry(
+                (np.ndarray, one_at_a_time), (jax.Array, ocp.type_handlers.ArrayHandler())
+            )
+            handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+        arguments = ocp.args.PyTreeRestore(
+            target,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(target),
+            partial_restore=True,
+        )
+        with ocp.Checkpointer(handler) as checkpointer:
+            return checkpointer.restore(directory, args=arguments)
 
 
 def _stored_parameters(
@@ -284,3 +303,10 @@ def _read_kept_mtp(
     used = {tensor.name for tensor in bound}
     rest = {name: tensor for name, tensor in kept.tensors.items() if name not in used}
     return params["mtp"], dataclasses.replace(kept, tensors=rest)
+
+
+def holds_mtp(folder: Path) -> bool:
+    """Whether the MTP head is among the saved parameters."""
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        stored = _stored_parameters(checkpointer, folder.absolute() / PARAMETERS)
+    return any(path[0] == "mtp" for path in stored)

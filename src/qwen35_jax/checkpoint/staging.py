@@ -35,10 +35,7 @@ def staged_folder(destination: Path, *, nbytes: int) -> Iterator[Path]:
     Raises:
         CheckpointError: the destination is in use, or the disk is (or gets) full.
     """
-    if destination.is_dir() and any(destination.iterdir()):
-        raise CheckpointError(f"{destination}: exists and is not empty; remove it or choose another folder")
-    if destination.exists() and not destination.is_dir():
-        raise CheckpointError(f"{destination}: is a file, expected a folder to be made")
+    check_destination(destination)
     destination.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(destination.parent).free
     if free < nbytes:
@@ -56,6 +53,14 @@ def staged_folder(destination: Path, *, nbytes: int) -> Iterator[Path]:
         if _is_out_of_space(error):
             raise CheckpointError(f"{destination}: the disk is full; nothing was written") from error
         raise
+
+
+def check_destination(destination: Path) -> None:
+    """Raises `CheckpointError` where a folder cannot be made because something is there already."""
+    if destination.is_dir() and any(destination.iterdir()):
+        raise CheckpointError(f"{destination}: exists and is not empty; remove it or choose another folder")
+    if destination.exists() and not destination.is_dir():
+        raise CheckpointError(f"{destination}: is a file, expected a folder to be made")
 
 
 def _is_out_of_space(error: BaseException) -> bool:

@@ -1,0 +1,164 @@
+"""What a `--model` argument may be, and how it becomes a model that runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.resources
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from qwen35_jax.checkpoint.export import export_hf
+from qwen35_jax.checkpoint.hf import load_hf
+from qwen35_jax.checkpoint.hub import download, is_hub_id
+from qwen35_jax.checkpoint.index import has_weights
+from qwen35_jax.checkpoint.progress import Progress, quiet
+from qwen35_jax.checkpoint.staging import check_destination
+from qwen35_jax.config import ModelConfig
+from qwen35_jax.errors import CheckpointError
+from qwen35_jax.model import Parameters, abstract_model
+
+BUILT_IN = "nano"
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to run.
+
+    Attributes:
+        config: as its `config.json` says.
+        graphdef: of the text model, with its compute dtype.
+        params: nested dictionary of arrays.
+        folder: local folder with the tokenizer, chat template and generation settings.
+    """
+
+    config: ModelConfig
+    graphdef: nnx.GraphDef
+    params: Parameters
+    folder: Path
+
+
+def find_model(source: str | Path) -> Path:
+    """The local folder of a model, downloaded if need be.
+
+    Args:
+        source: a folder in Hugging Face or Orbax layout, a hub id, or "nano" for the built-in model.
+
+    Raises:
+        CheckpointError: it is none of these, or the download failed.
+    """
+    text = str(source)
+    if text == BUILT_IN:
+        folder = Path(str(importlib.resources.files("qwen35_jax") / BUILT_IN))
+        if not has_weights(folder):
+            raise CheckpointError(
+                "'nano': the built-in model is not part of this installation; install it again"
+            )
+        return folder
+    path = Path(text).expanduser()
+    if text and path.is_dir():
+        return path
+    if text and path.exists():
+        raise CheckpointError(f"'{text}': is a file; give the folder that holds config.json and the weights")
+    if not is_hub_id(text):
+        raise CheckpointError(
+            f"'{text}': no such folder, and neither a hub id (like Qwen/Qwen3.5-0.8B) nor 'nano'"
+        )
+    try:
+        return download(text)
+    except CheckpointError as error:
+        raise CheckpointError(f"no local folder '{text}', and as a hub id: {error}") from error
+
+
+def load(
+    source: str | Path,
+    *,
+    dtype: DTypeLike,
+    parameter_dtype: DTypeLike | None = None,
+    mtp: bool = False,
+    shardings: Any = None,
+    progress: Progress = quiet,
+) -> LoadedModel:
+    """Load a text model to run it.
+
+    Args:
+        source: see `find_model`.
+        dtype: compute dtype.
+        parameter_dtype: dtype to store parameters in; None keeps the checkpoint's.
+        mtp: with the multi-token-prediction head.
+        shardings: nested dictionary like the parameters, of `jax.sharding.Sharding`; None uses one device.
+        progress: shows how far the reading is.
+
+    Raises:
+        ConfigError, CheckpointError: the model cannot be found, or its files are not what they should be.
+    """
+    folder = find_model(source)
+    config, params, _ = _load_folder(
+        folder, parameter_dtype=parameter_dtype, mtp=mtp, shardings=shardings, progress=progress
+    )
+    graphdef, _ = abstract_model(config, parameter_dtype=parameter_dtype or jnp.float32, dtype=dtype, mtp=mtp)
+    return LoadedModel(config, graphdef, params, folder)
+
+
+def convert(source: str | Path, destination: str | Path, *, progress: Progress = quiet) -> ModelConfig:
+    """Turn a model in Hugging Face layout into an Orbax folder; see `orbax.convert_to_orbax`."""
+    from qwen35_jax.checkpoint.orbax import convert_to_orbax, is_orbax_folder
+
+    check_destination(Path(destination))
+    folder = find_model(source)
+    if is_orbax_folder(folder):
+        raise CheckpointError(
+            f"{folder}: is an Orbax folder already; `qwen35 export` writes Hugging Face layout"
+        )
+    return convert_to_orbax(folder, destination, progress=progress)
+
+
+def export(
+    source: str | Path,
+    destination: str | Path,
+    *,
+    max_shard_bytes: int | None = None,
+    progress: Progress = quiet,
+) -> ModelConfig:
+    """Write any model as a folder in Hugging Face layout, the tokenizer's files with it; see `export_hf`."""
+    check_destination(Path(destination))
+    folder = find_model(source)
+    config, params, kept = _load_folder(
+        folder, mtp=_mtp_among_parameters(folder), to_device=False, progress=progress
+    )
+    export_hf(
+        params,
+        config,
+        destination,
+        kept=kept,
+        companions=folder,
+        max_shard_bytes=max_shard_bytes,
+        progress=progress,
+    )
+    return config
+
+
+def _load_folder(folder: Path, **options: Any) -> tuple[ModelConfig, Parameters, Any]:
+    # Orbax takes a second to import, which a model in Hugging Face layout need not wait for.
+    if (folder / "params").is_dir():
+        from qwen35_jax.checkpoint.orbax import load_orbax
+
+        return load_orbax(folder, **options)
+    if not (folder / "config.json").exists() and not has_weights(folder):
+        raise CheckpointError(
+            f"{folder}: holds no model: expected config.json with model.safetensors (Hugging Face)"
+            " or params/ (Orbax)"
+        )
+    return load_hf(folder, **options)
+
+
+def _mtp_among_parameters(folder: Path) -> bool:
+    """Whether an Orbax folder stores the MTP head as parameters, and not as kept tensors."""
+    if not (folder / "params").is_dir():
+        return False
+    from qwen35_jax.checkpoint.orbax import holds_mtp
+
+    return holds_mtp(folder)
