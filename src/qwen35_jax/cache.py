@@ -115,7 +115,7 @@ def init_cache(config: TextConfig, *, batch: int, capacity: int, dtype: DTypeLik
                 delta_net(group.repeats) if kind == "linear_attention" else attention(group.repeats)
                 for kind in group.pattern
             )
-            for group in layer_groups(config.layer_types)
+            for group in layer_groups(config)
         ),
         lengths=jnp.zeros((batch,), jnp.int32),
         capacity=capacity,

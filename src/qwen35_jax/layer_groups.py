@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Iterator
 
-from qwen35_jax.config import LayerKind
+from qwen35_jax.config import LayerKind, TextConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,13 +26,20 @@ class LayerLocation:
     position: int
 
 
-@functools.lru_cache(maxsize=64)
-def layer_groups(layer_types: tuple[LayerKind, ...]) -> tuple[LayerGroup, ...]:
-    """The grouping that writes out the fewest layers; among those, the one with the fewest groups.
+def layer_groups(config: TextConfig) -> tuple[LayerGroup, ...]:
+    """How a model's layers are stacked and scanned; with `unroll_layers`, one group that is run once.
 
     Every published model is one group: (linear, linear, linear, full), repeated. A list with an irregular tail
     becomes two groups, and one without any regularity an unrolled loop.
     """
+    if config.unroll_layers:
+        return (LayerGroup(config.layer_types, 1),)
+    return shortest_grouping(config.layer_types)
+
+
+@functools.lru_cache(maxsize=64)
+def shortest_grouping(layer_types: tuple[LayerKind, ...]) -> tuple[LayerGroup, ...]:
+    """The grouping that writes out the fewest layers; among those, the one with the fewest groups."""
     total = len(layer_types)
     # best[i]: (layers written out, groups) of the best grouping of layer_types[i:].
     best: list[tuple[int, int, tuple[LayerGroup, ...]]] = [(0, 0, ())] * (total + 1)
@@ -53,9 +60,9 @@ def layer_groups(layer_types: tuple[LayerKind, ...]) -> tuple[LayerGroup, ...]:
     return best[0][2]
 
 
-def layer_locations(layer_types: tuple[LayerKind, ...]) -> Iterator[LayerLocation]:
+def layer_locations(config: TextConfig) -> Iterator[LayerLocation]:
     """The location of layer 0, layer 1, ... of the checkpoint."""
-    for index, group in enumerate(layer_groups(layer_types)):
+    for index, group in enumerate(layer_groups(config)):
         for repeat in range(group.repeats):
             for position in range(len(group.pattern)):
                 yield LayerLocation(index, repeat, position)

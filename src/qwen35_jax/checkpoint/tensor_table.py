@@ -294,8 +294,8 @@ def bound_tensors(
             yield _bind(rule, rule.tensor.format(**names), (), sizes)
     attention = GATED_ATTENTION + (GATED_ATTENTION_BIAS if text.attention_bias else ())
     mixers = {"linear_attention": GATED_DELTA_NET, "full_attention": attention}
-    groups = layer_groups(text.layer_types)
-    for layer, location in enumerate(layer_locations(text.layer_types)):
+    groups = layer_groups(text)
+    for layer, location in enumerate(layer_locations(text)):
         prefix = ("decoder", "groups", location.group, "layers", location.position)
         stack = {"repeat": location.repeat, "repeats": groups[location.group].repeats}
         for rule in LAYER + mixers[text.layer_types[layer]]:

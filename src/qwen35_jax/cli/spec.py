@@ -119,7 +119,7 @@ def _print_summary(console: Console, name: str, specification: Specification) ->
     console.print(Text(name, style="bold"))
     groups = ", then ".join(
         f"{group.repeats} x ({', '.join(KIND_TITLES[kind] for kind in group.pattern)})"
-        for group in layer_groups(text.layer_types)
+        for group in layer_groups(text)
     )
     lines = [
         f"{specification.config.model_type}, {text.num_hidden_layers} layers: {groups}",

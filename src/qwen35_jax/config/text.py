@@ -146,6 +146,9 @@ class TextConfig:
     bos_token_id: int | None = None
     eos_token_id: tuple[int, ...] = ()
     pad_token_id: int | None = None
+    unroll_layers: bool = False
+    """How to run, not what to compute, and no part of the file: write every layer out in the compiled program instead
+    of scanning over stacked ones. On a CPU this spares a copy of each layer's weights at every step."""
 
     def __post_init__(self) -> None:
         for name in (

@@ -108,7 +108,7 @@ class Decoder(nnx.Module):
                 group.repeats,
                 rngs,
             )
-            for group in layer_groups(config.layer_types)
+            for group in layer_groups(config)
         )
 
     def __call__(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
@@ -12,6 +11,7 @@ from qwen35_jax.cache import AttentionCache
 from qwen35_jax.config import TextConfig
 from qwen35_jax.nn.context import TokenContext
 from qwen35_jax.nn.parameter import normal, parameter, zeros
+from qwen35_jax.nn.projection import merge_heads, project
 from qwen35_jax.ops.attention import attention
 from qwen35_jax.ops.norms import rms_norm
 from qwen35_jax.ops.rope import apply_rotary
@@ -80,11 +80,8 @@ class GatedAttention(nnx.Module):
     ) -> tuple[Heads, Heads, KeyValueHeads, KeyValueHeads]:
         """Query, output gate, key and value of each token."""
 
-        def project(weight: nnx.Param) -> Array:
-            return jnp.einsum("btd,hkd->bthk", x, weight[...].astype(x.dtype))
-
-        q, gate = project(self.q_weight), project(self.gate_weight)
-        k, v = project(self.k_weight), project(self.v_weight)
+        q, gate = project(x, self.q_weight[...]), project(x, self.gate_weight[...])
+        k, v = project(x, self.k_weight[...]), project(x, self.v_weight[...])
         if self.has_bias:
             q, gate = q + self.q_bias[...].astype(x.dtype), gate + self.gate_bias[...].astype(x.dtype)
             k, v = k + self.k_bias[...].astype(x.dtype), v + self.v_bias[...].astype(x.dtype)
@@ -132,5 +129,5 @@ class GatedAttention(nnx.Module):
     @jax.named_scope("attn.o_proj")
     def o_proj(self, o: Heads) -> Float[Array, "batch time embed"]:
         """Back to the residual's width."""
-        y = jnp.einsum("bthk,dhk->btd", o, self.o_weight[...].astype(o.dtype))
+        y = merge_heads(o, self.o_weight[...])
         return y + self.o_bias[...].astype(o.dtype) if self.has_bias else y

@@ -16,6 +16,7 @@ from qwen35_jax.cache import DeltaNetCache
 from qwen35_jax.config import TextConfig
 from qwen35_jax.nn.context import TokenContext
 from qwen35_jax.nn.parameter import compute_dtype_for_state, normal, ones, parameter
+from qwen35_jax.nn.projection import merge_heads, project
 from qwen35_jax.ops.causal_conv import causal_conv
 from qwen35_jax.ops.gated_delta_rule import gated_delta_rule
 from qwen35_jax.ops.norms import gated_rms_norm, l2_normalize
@@ -104,15 +105,12 @@ class GatedDeltaNet(nnx.Module):
     ) -> tuple[Queries, Keys, Values, Values, PerHead, PerHead]:
         """q, k, v for the memory, z for the output gate, b for the write strength, a for the decay."""
 
-        def project(weight: nnx.Param, equation: str) -> Array:
-            return jnp.einsum(equation, x, weight[...].astype(x.dtype))
-
-        q = project(self.q_weight, "btd,hkd->bthk")
-        k = project(self.k_weight, "btd,hkd->bthk")
-        v = project(self.v_weight, "btd,hvd->bthv")
-        z = project(self.z_weight, "btd,hvd->bthv")
-        b = project(self.b_weight, "btd,hd->bth")
-        a = project(self.a_weight, "btd,hd->bth")
+        q = project(x, self.q_weight[...])
+        k = project(x, self.k_weight[...])
+        v = project(x, self.v_weight[...])
+        z = project(x, self.z_weight[...])
+        b = project(x, self.b_weight[...])
+        a = project(x, self.a_weight[...])
         return q, k, v, z, b, a
 
     @jax.named_scope("gdn.conv")
@@ -162,4 +160,4 @@ class GatedDeltaNet(nnx.Module):
     @jax.named_scope("gdn.out_proj")
     def out_proj(self, o: Values) -> Float[Array, "batch time embed"]:
         """Back to the residual's width."""
-        return jnp.einsum("bthv,dhv->btd", o, self.out_weight[...].astype(o.dtype))
+        return merge_heads(o, self.out_weight[...])

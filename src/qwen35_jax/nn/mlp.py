@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from qwen35_jax.nn.parameter import normal, parameter
+from qwen35_jax.nn.projection import merge_heads, project
 
 
 class MLP(nnx.Module):
@@ -41,8 +41,8 @@ class MLP(nnx.Module):
         self, x: Float[Array, "batch time embed"]
     ) -> tuple[Float[Array, "batch time mlp"], Float[Array, "batch time mlp"]]:
         """The two projections to the inner width."""
-        gate = jnp.einsum("btd,fd->btf", x, self.gate_weight[...].astype(x.dtype))
-        up = jnp.einsum("btd,fd->btf", x, self.up_weight[...].astype(x.dtype))
+        gate = project(x, self.gate_weight[...])
+        up = project(x, self.up_weight[...])
         return gate, up
 
     @jax.named_scope("mlp.act")
@@ -55,4 +55,4 @@ class MLP(nnx.Module):
     @jax.named_scope("mlp.down")
     def down(self, h: Float[Array, "batch time mlp"]) -> Float[Array, "batch time embed"]:
         """Back to the residual's width."""
-        return jnp.einsum("btf,df->btd", h, self.down_weight[...].astype(h.dtype))
+        return merge_heads(h, self.down_weight[...])
