@@ -14,13 +14,26 @@ from jaxtyping import Array, Bool, Float, Int
 
 from qwen35_jax.ops.segments import segment_index
 
-QUERY_BLOCK = 256
+QUERY_BLOCK = 128
+"""Queries whose scores are held at a time. Scores take batch * heads * QUERY_BLOCK * time numbers."""
+
+KEY_LENGTHS = 8
+"""Blocks of queries are walked in at most so many groups. A group reads the keys up to its own end, so that with many
+groups little is computed above the diagonal, while the program's size stays bounded."""
+
 PAST_BLOCK = 512
-MAX_KEY_LENGTHS = 8
+"""Slots of the cache read at a time."""
+
+FEW_ROWS = 32
+"""Up to so many queries per key/value head, scores are laid out with the keys first (see `_attend`)."""
 
 
 class _Partial(NamedTuple):
-    """Softmax over some of a query's keys, not yet divided: sums of exp(score - peak), with and without the values."""
+    """Softmax over some of each query's keys, not yet divided.
+
+    With peak = max over s of score: numerator = sum of exp(score - peak) * value, denominator = sum of exp(score - peak).
+    A query without keys has 0, 0 and -inf.
+    """
 
     numerator: Float[Array, "b g r t d"]
     denominator: Float[Array, "b g r t"]
@@ -39,32 +52,55 @@ def attention(
 ) -> Float[Array, "batch time heads head_dim"]:
     """softmax(q k^T / sqrt(head_dim)) v, causal within each document.
 
-    Query head h reads key/value head h // (heads / kv_heads). A token sees itself and the earlier new tokens of its segment;
-    tokens of a row's first segment also see that row's past slots j < past_lengths.
+    A token sees itself and the earlier new tokens of its segment; the tokens of a row's first segment also see that row's
+    past slots j < past_lengths. Query head h reads key/value head h // (heads / kv_heads). A query with nothing to see
+    (padding) gives zeros.
+
+    Memory grows with time, not with its square: scores exist for one block of queries at a time, and the backward pass
+    computes them again. The past is read in blocks up to the longest row, so unused capacity costs nothing; it is a loop
+    of data-dependent length, through which JAX has no reverse-mode gradient (training passes no past).
+
+    Masks act on scores, before the maximum and the exponential. Padding and unused slots may hold anything, NaN included.
+    A NaN in a real token surfaces: in every query that sees it if it is in q or k, and possibly in others of its row if it is in v.
+
+    Args:
+      q, k, v: new tokens, already normalised and rotated.
+      segment_ids: 0 for padding, positive numbers for documents; None when every token is real and of one document.
+      past_k, past_v: cache before this call's tokens were written.
+      past_lengths: filled slots of each row.
+
+    Returns:
+      Outputs in the dtype of `q`. Products accumulate in float32 (float64), where the softmax runs; its weights are
+      rounded to the dtype of `q` for the product with the values.
+
+    Raises:
+      ValueError: shapes do not fit, or only some of past_k, past_v, past_lengths are given.
+
+    Source: Vaswani et al., "Attention Is All You Need" (2017), section 3.2; merging of partial softmaxes: Milakov &
+    Gimelshein, "Online normalizer calculation for softmax" (2018).
     """
+    _check(q, k, v, segment_ids, past_k, past_v, past_lengths)
     batch, time, heads, head_dim = q.shape
     kv_heads = k.shape[2]
-    if heads % kv_heads:
-        raise ValueError(f"q: {heads} heads, expected a multiple of the {kv_heads} heads of k and v")
     grouped = q.reshape(batch, time, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4)
-    if segment_ids is None:
-        index = None
-    else:
+    index = None
+    if segment_ids is not None:
         real = segment_ids != 0
-        k, v = (jnp.where(real[:, :, None, None], x, 0) for x in (k, v))
-        # Padding carries an index that no real token has.
         index = jnp.where(real, segment_index(segment_ids), -1)
-    part = _new_tokens(grouped, k, v, index)
-    if past_k is not None:
-        assert past_v is not None and past_lengths is not None
+        # A weight of 0 does not silence a NaN, so what padding holds is removed, not only masked.
+        k, v = (jnp.where(real[:, :, None, None], x, 0) for x in (k, v))
+
+    softmax = _over_new_tokens(grouped, k.astype(q.dtype), v.astype(q.dtype), index)
+    if past_k is not None and past_v is not None and past_lengths is not None:
         sees_past = jnp.ones((batch, time), bool) if index is None else index == 0
-        part = _merge(part, _past_tokens(grouped, past_k, past_v, past_lengths, sees_past))
-    denominator = jnp.where(part.denominator == 0, 1, part.denominator)
-    out = part.numerator / denominator[..., None]
-    return out.transpose(0, 3, 1, 2, 4).reshape(batch, time, heads, head_dim).astype(q.dtype)
+        softmax = _merge(softmax, _over_past(grouped, past_k, past_v, past_lengths, sees_past))
+
+    denominator = jnp.where(softmax.denominator == 0, 1, softmax.denominator)
+    out = (softmax.numerator / denominator[..., None]).astype(q.dtype)
+    return out.transpose(0, 3, 1, 2, 4).reshape(q.shape)
 
 
-def _new_tokens(
+def _over_new_tokens(
     q: Float[Array, "b g r t d"],
     k: Float[Array, "b t g d"],
     v: Float[Array, "b t g d"],
@@ -73,85 +109,142 @@ def _new_tokens(
     time = q.shape[3]
     block = min(time, QUERY_BLOCK)
     blocks = -(-time // block)
-    if blocks * block != time:
-        extra = blocks * block - time
-        q = jnp.pad(q, ((0, 0),) * 3 + ((0, extra), (0, 0)))
-        k, v = (jnp.pad(x, ((0, 0), (0, extra), (0, 0), (0, 0))) for x in (k, v))
-        if index is not None:
-            index = jnp.pad(index, ((0, 0), (0, extra)), constant_values=-1)
+    fill = blocks * block - time
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, fill), (0, 0)))
+    k, v = (jnp.pad(x, ((0, 0), (0, fill), (0, 0), (0, 0))) for x in (k, v))
+    if index is not None:
+        index = jnp.pad(index, ((0, 0), (0, fill)), constant_values=-1)
 
     @jax.checkpoint
-    def attend_block(start, q, k, v, index):
-        rows = start + jnp.arange(block)
-        mask = (rows[:, None] >= jnp.arange(k.shape[1]))[None]
+    def attend_block(first_row, q, k, v, index):
+        keys = k.shape[1]
+        mask = (first_row + jnp.arange(block)[:, None] >= jnp.arange(keys))[None]
         if index is not None:
-            query_index = lax.dynamic_slice_in_dim(index, start, block, 1)
-            mask &= (query_index[:, :, None] == index[:, None, : k.shape[1]]) & (query_index >= 0)[:, :, None]
+            row_index = lax.dynamic_slice_in_dim(index, first_row, block, 1)[:, :, None]
+            mask &= (row_index == index[:, None, :keys]) & (row_index >= 0)
         return _attend(q, k, v, mask)
 
-    per_group = -(-blocks // MAX_KEY_LENGTHS)
+    per_group = -(-blocks // KEY_LENGTHS)
     parts = []
     for first in range(0, blocks, per_group):
         last = min(first + per_group, blocks)
+        queries = q[:, :, :, first * block : last * block]
         keys, values = k[:, : last * block], v[:, : last * block]
         if last - first == 1:
-            parts.append(attend_block(first * block, q[:, :, :, first * block : last * block], keys, values, index))
+            parts.append(attend_block(first * block, queries, keys, values, index))
             continue
-        queries = q[:, :, :, first * block : last * block]
-        queries = jnp.moveaxis(queries.reshape(*q.shape[:3], last - first, block, q.shape[4]), 3, 0)
-        stacked = lax.map(
-            lambda xs, keys=keys, values=values: attend_block(xs[0], xs[1], keys, values, index),
-            (jnp.arange(first, last) * block, queries),
+        stacked = queries.reshape(*q.shape[:3], last - first, block, q.shape[4])
+        _, part = lax.scan(
+            lambda _, xs, keys=keys, values=values: (None, attend_block(xs[0], xs[1], keys, values, index)),
+            None,
+            (jnp.arange(first, last) * block, jnp.moveaxis(stacked, 3, 0)),
         )
-        parts.append(
-            jax.tree.map(lambda x: jnp.moveaxis(x, 0, 3).reshape(*x.shape[1:4], -1, *x.shape[5:]), stacked)
-        )
-    return jax.tree.map(lambda *xs: jnp.concatenate(xs, axis=3)[:, :, :, :time], *parts)
+        parts.append(jax.tree.map(lambda x: jnp.moveaxis(x, 0, 3).reshape(*q.shape[:3], -1, *x.shape[5:]), part))
+    return jax.tree.map(lambda *blocks: jnp.concatenate(blocks, axis=3)[:, :, :, :time], *parts)
 
 
-def _past_tokens(
+def _over_past(
     q: Float[Array, "b g r t d"],
-    past_k: Float[Array, "b s g d"],
-    past_v: Float[Array, "b s g d"],
+    past_k: Float[Array, "b capacity g d"],
+    past_v: Float[Array, "b capacity g d"],
     past_lengths: Int[Array, "b"],
     sees_past: Bool[Array, "b t"],
 ) -> _Partial:
     capacity = past_k.shape[1]
     block = min(PAST_BLOCK, capacity)
-    wide = jnp.promote_types(q.dtype, jnp.float32)
 
-    def add_block(i, part):
+    def add_block(i, softmax):
+        # The last block is moved back to end at the capacity; slots it shares with the one before count there.
         start = jnp.minimum(i * block, capacity - block)
         slots = start + jnp.arange(block)
         filled = (slots >= i * block) & (slots < past_lengths[:, None])
-        k, v = (
-            jnp.where(filled[:, :, None, None], lax.dynamic_slice_in_dim(x, start, block, 1), 0) for x in (past_k, past_v)
-        )
-        return _merge(part, _attend(q, k, v, sees_past[:, :, None] & filled[:, None, :]))
+        k, v = (_slots(x, start, block).astype(q.dtype) for x in (past_k, past_v))
+        v = jnp.where(filled[:, :, None, None], v, 0)
+        return _merge(softmax, _attend(q, k, v, sees_past[:, :, None] & filled[:, None, :]))
 
-    nothing = _Partial(jnp.zeros(q.shape, wide), jnp.zeros(q.shape[:-1], wide), jnp.full(q.shape[:-1], -jnp.inf, wide))
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    nothing = _Partial(
+        jnp.zeros(q.shape, wide), jnp.zeros(q.shape[:-1], wide), jnp.full(q.shape[:-1], -jnp.inf, wide)
+    )
     return lax.fori_loop(0, -(-jnp.max(past_lengths) // block), add_block, nothing)
 
 
+def _slots(
+    cache: Float[Array, "b capacity g d"], start: Int[Array, ""], size: int
+) -> Float[Array, "b size g d"]:
+    """Slots start .. start + size of a cache. A bfloat16 cache is sliced as whole numbers of 16 bits: XLA's CPU compiler
+    widens every bfloat16 slice to float32, and then hoists the widening of the whole cache out of the loop."""
+    if cache.dtype != jnp.bfloat16:
+        return lax.dynamic_slice_in_dim(cache, start, size, 1)
+    bits = lax.dynamic_slice_in_dim(lax.bitcast_convert_type(cache, jnp.uint16), start, size, 1)
+    return lax.bitcast_convert_type(bits, jnp.bfloat16)
+
+
 def _attend(
-    q: Float[Array, "b g r t d"], k: Float[Array, "b s g d"], v: Float[Array, "b s g d"], mask: Bool[Array, "#b t s"]
+    q: Float[Array, "b g r t d"],
+    k: Float[Array, "b s g d"],
+    v: Float[Array, "b s g d"],
+    mask: Bool[Array, "#b t s"],
 ) -> _Partial:
+    """Partial softmax of every query over the keys where `mask` is true.
+
+    With few queries the time goes into reading k. The order "keys times queries" then lets XLA read k as it lies in
+    memory; "queries times keys" makes its CPU compiler transpose k first, which is several times slower.
+    """
     wide = jnp.promote_types(q.dtype, jnp.float32)
-    k, v = k.astype(q.dtype), v.astype(q.dtype)
-    scores = jnp.einsum("bgrtd,bsgd->bgrts", q, k, preferred_element_type=wide) * q.shape[-1] ** -0.5
-    scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
-    peak = lax.stop_gradient(jnp.max(scores, axis=-1))
-    weights = jnp.exp(scores - jnp.where(peak == -jnp.inf, 0, peak)[..., None])
-    numerator = jnp.einsum("bgrts,bsgd->bgrtd", weights.astype(q.dtype), v, preferred_element_type=wide)
-    return _Partial(numerator, jnp.sum(weights, axis=-1), peak)
+    scale = q.shape[-1] ** -0.5
+    if q.shape[2] * q.shape[3] <= FEW_ROWS:
+        axis, equation = 2, "bgsrt,bsgd->bgrtd"
+        scores = jnp.einsum("bsgd,bgrtd->bgsrt", k, q, preferred_element_type=wide)
+        mask = mask.swapaxes(1, 2)[:, None, :, None, :]
+    else:
+        axis, equation = 4, "bgrts,bsgd->bgrtd"
+        scores = jnp.einsum("bgrtd,bsgd->bgrts", q, k, preferred_element_type=wide)
+        mask = mask[:, None, None]
+    scores = jnp.where(mask, scores * scale, -jnp.inf)
+    peak = lax.stop_gradient(jnp.max(scores, axis=axis, keepdims=True))
+    weights = jnp.exp(scores - jnp.where(peak == -jnp.inf, 0, peak))
+    numerator = jnp.einsum(equation, weights.astype(q.dtype), v, preferred_element_type=wide)
+    return _Partial(numerator, jnp.sum(weights, axis=axis), jnp.squeeze(peak, axis))
 
 
 def _merge(one: _Partial, other: _Partial) -> _Partial:
+    """Partial softmax over the keys of both."""
     peak = jnp.maximum(one.peak, other.peak)
     shift = jnp.where(peak == -jnp.inf, 0, peak)
-    a, b = jnp.exp(one.peak - shift), jnp.exp(other.peak - shift)
+    one_factor, other_factor = jnp.exp(one.peak - shift), jnp.exp(other.peak - shift)
     return _Partial(
-        one.numerator * a[..., None] + other.numerator * b[..., None],
-        one.denominator * a + other.denominator * b,
+        one.numerator * one_factor[..., None] + other.numerator * other_factor[..., None],
+        one.denominator * one_factor + other.denominator * other_factor,
         peak,
     )
+
+
+def _check(
+    q: Float[Array, "..."],
+    k: Float[Array, "..."],
+    v: Float[Array, "..."],
+    segment_ids: Int[Array, "..."] | None,
+    past_k: Float[Array, "..."] | None,
+    past_v: Float[Array, "..."] | None,
+    past_lengths: Int[Array, "..."] | None,
+) -> None:
+    batch, time, heads, head_dim = q.shape
+    kv_heads = k.shape[2]
+    if heads % kv_heads:
+        raise ValueError(f"q: {heads} heads, expected a multiple of the {kv_heads} heads of k")
+    expected = {
+        "k": (k, (batch, time, kv_heads, head_dim)),
+        "v": (v, (batch, time, kv_heads, head_dim)),
+        "segment_ids": (segment_ids, (batch, time)),
+    }
+    given = [x is not None for x in (past_k, past_v, past_lengths)]
+    if any(given) and not all(given):
+        raise ValueError(f"past_k, past_v, past_lengths: given {given}, expected all three or none")
+    if past_k is not None:
+        past_shape = (batch, past_k.shape[1], kv_heads, head_dim)
+        expected |= {"past_k": (past_k, past_shape), "past_v": (past_v, past_shape)}
+        expected |= {"past_lengths": (past_lengths, (batch,))}
+    for name, (array, shape) in expected.items():
+        if array is not None and array.shape != shape:
+            raise ValueError(f"{name}: shape {array.shape}, expected {shape}")
