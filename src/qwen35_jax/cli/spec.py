@@ -70,7 +70,7 @@ def find_config(name: str) -> ModelConfig:
     Raises:
         ConfigError: there is none, or it is not valid.
     """
-    if Path(name).exists():
+    if name and Path(name).exists():
         return ModelConfig.from_hf(name)
     if name == "nano":
         with resources.as_file(resources.files("qwen35_jax") / "nano" / "config.json") as path:

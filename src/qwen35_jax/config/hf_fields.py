@@ -13,7 +13,7 @@ from typing import Any
 
 from qwen35_jax.config.checks import check_choice, check_integer, refuse
 from qwen35_jax.config.json_file import JsonObject
-from qwen35_jax.config.text import MoEConfig, RopeConfig, TextConfig
+from qwen35_jax.config.text import LAYER_KINDS, MoEConfig, RopeConfig, TextConfig
 from qwen35_jax.config.vision import VisionConfig
 from qwen35_jax.errors import ConfigError
 
@@ -189,9 +189,9 @@ def read_rope(section: Mapping[str, Any]) -> RopeConfig:
             continue
         if not isinstance(entries, Mapping):
             refuse(place, entries, "an object")
-        for field, value in entries.items():
-            if isinstance(value, Mapping):
-                refuse(f"{place}.{field}", dict(value), "one set of rotary fields for all layers")
+        for kind in LAYER_KINDS:
+            if kind in entries:
+                refuse(f"{place}.{kind}", entries[kind], "one set of rotary fields for all layers")
         check_interleaving(entries)
         places[place] = entries
     beside = given(section, ("rope_theta", "partial_rotary_factor"))
@@ -281,7 +281,8 @@ def write_text(section: JsonObject, text: TextConfig, baseline: TextConfig | Non
             section[spelling] = text.mtp_num_hidden_layers
         if section.get("mtp_layer_types") is not None:
             section["mtp_layer_types"] = ["full_attention"] * text.mtp_num_hidden_layers
-    if changed("rope"):
+    # The original length of a stretched context may be left to follow from the limit: then say it.
+    if changed("rope") or (changed("max_position_embeddings") and text.rope.rope_type == "yarn"):
         write_rope(section, text.rope)
     if changed("moe") and text.moe is not None:
         section.update(dataclasses.asdict(text.moe))

@@ -58,7 +58,7 @@ def gated_delta_net_nodes(text: TextConfig, prefix: str) -> list[Node]:
         node(
             "core",
             "gated delta rule",
-            f"{value_heads} states of {key_dim} x {value_dim}",
+            f"{value_heads} states, {key_dim} x {value_dim}",
             "q, k = scale l2(q), l2(k); beta = sigmoid(b); g = -exp(A_log) softplus(a + dt_bias); "
             "S = exp(g) S; S = S + k beta (v - k^T S)^T; o = q^T S",
             {
