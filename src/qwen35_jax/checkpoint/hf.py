@@ -63,6 +63,7 @@ def load_hf(
     *,
     parameter_dtype: DTypeLike | None = None,
     mtp: bool = False,
+    unroll_layers: bool = False,
     shardings: Any = None,
     to_device: bool = True,
     progress: Progress = quiet,
@@ -77,6 +78,7 @@ def load_hf(
         parameter_dtype: dtype to cast parameters to; None keeps the file's. `A_log`, `dt_bias` and the
             DeltaNet norm are never narrowed.
         mtp: load the multi-token-prediction head too, as `params["mtp"]`; otherwise its tensors are kept.
+        unroll_layers: keep each layer's parameters apart instead of stacked; see `TextConfig.unroll_layers`.
         shardings: nested dictionary like the parameters, of `jax.sharding.Sharding`, to place each straight
             onto its devices; None puts all on the default device.
         to_device: False leaves the parameters as NumPy arrays, float64 included.
@@ -90,7 +92,7 @@ def load_hf(
         ConfigError: `config.json` is missing or wrong, or describes a model that cannot be built.
         CheckpointError: the weights are missing, malformed, or not what the config asks for.
     """
-    checkpoint = open_hf(folder, mtp=mtp)
+    checkpoint = open_hf(folder, mtp=mtp, unroll_layers=unroll_layers)
     with progress(f"Loading {Path(folder).name}", checkpoint.nbytes) as advance:
         params = read_parameters(
             checkpoint.bound,
@@ -125,13 +127,14 @@ class HFCheckpoint:
         return sum(self.stored[tensor.name].nbytes for tensor in self.bound)
 
 
-def open_hf(folder: str | Path, *, mtp: bool) -> HFCheckpoint:
+def open_hf(folder: str | Path, *, mtp: bool, unroll_layers: bool = False) -> HFCheckpoint:
     """Check everything about a folder that can be checked without reading (but a tied head is compared).
 
     Arguments and errors as for `load_hf`.
     """
     folder = Path(folder)
     config = ModelConfig.from_hf(folder)
+    config = dataclasses.replace(config, text=dataclasses.replace(config.text, unroll_layers=unroll_layers))
     require_dense_text(config)
     weights = open_weight_files(folder)
     stored = weights.tensors
