@@ -16,7 +16,7 @@ from flax import nnx
 from jax import Array
 
 from qwen35_jax.cache import Cache, init_cache
-from qwen35_jax.config import ModelConfig
+from qwen35_jax.config import ModelConfig, TextConfig
 from qwen35_jax.errors import NonFiniteError, PromptError
 from qwen35_jax.inference.buckets import cache_capacity, prefill_chunks
 from qwen35_jax.inference.programs import Emission, Limits, Rows, first_token, next_token, prefill_chunk
@@ -76,18 +76,15 @@ def generate(
         generated; or a setting needs a tokenizer and there is none. Raised before anything is compiled.
       NonFiniteError: the model's logits hold NaN or infinity.
     """
-    if isinstance(prompts, str) or not prompts:
-        raise PromptError(f"prompts is {prompts!r}, expected a list of at least one prompt")
-    per_row = _settings_per_row(settings, len(prompts))
-    needs_text = any(isinstance(prompt, str) for prompt in prompts) or any(row.stop for row in per_row)
+    rows = _as_rows(prompts, settings)
+    needs_text = any(isinstance(prompt, str) or wanted.stop for prompt, wanted in rows)
     if tokenizer is None and needs_text:
         if model.folder is None:
             raise PromptError(
                 "texts and stop strings need a tokenizer, and this model comes without a folder"
             )
         tokenizer = Tokenizer.from_folder(model.folder)
-    tokens = [_prompt_tokens(prompt, tokenizer, model.config.text.vocab_size) for prompt in prompts]
-    per_row = _fit_to_context(tokens, per_row, model.config.text.max_position_embeddings)
+    tokens, per_row = check_prompts(prompts, settings, model.config.text, tokenizer)
     if stop_ids is None:
         stop_ids = stop_token_ids(
             model.folder, config_ids=model.config.text.eos_token_id, tokenizer=tokenizer
@@ -96,47 +93,60 @@ def generate(
     return run.result()
 
 
-def _settings_per_row(
-    settings: GenerationSettings | Sequence[GenerationSettings] | None, rows: int
-) -> list[GenerationSettings]:
+def check_prompts(
+    prompts: Sequence[Prompt],
+    settings: GenerationSettings | Sequence[GenerationSettings] | None,
+    config: TextConfig,
+    tokenizer: Tokenizer | None = None,
+) -> tuple[list[list[int]], list[GenerationSettings]]:
+    """Everything that `generate` can know about its input without the weights; arguments as there.
+
+    Returns:
+      Each row's prompt as token ids, and its settings with `max_new_tokens` filled in.
+
+    Raises:
+      PromptError: see `generate`.
+    """
+    tokens, per_row = [], []
+    for row, (prompt, wanted) in enumerate(_as_rows(prompts, settings)):
+        if isinstance(prompt, str):
+            if tokenizer is None:
+                raise PromptError(f"prompt {row} is a text, and there is no tokenizer to read it")
+            prompt = tokenizer.encode(prompt)
+        ids = check_token_ids(prompt, config.vocab_size)
+        if not ids:
+            raise PromptError(f"prompt {row} is empty: give at least one token to continue from")
+        tokens.append(ids)
+        per_row.append(_fit_to_context(row, len(ids), wanted, config.max_position_embeddings))
+    return tokens, per_row
+
+
+def _as_rows(
+    prompts: Sequence[Prompt], settings: GenerationSettings | Sequence[GenerationSettings] | None
+) -> list[tuple[Prompt, GenerationSettings]]:
+    if isinstance(prompts, str) or not len(prompts):
+        raise PromptError(f"prompts is {prompts!r}, expected a list of at least one prompt")
     if settings is None or isinstance(settings, GenerationSettings):
-        return [settings or GenerationSettings()] * rows
-    if len(settings) != rows:
-        raise PromptError(f"settings holds {len(settings)} entries, expected one per prompt ({rows})")
-    return list(settings)
+        settings = [settings or GenerationSettings()] * len(prompts)
+    if len(settings) != len(prompts):
+        raise PromptError(f"settings holds {len(settings)} entries, expected one per prompt ({len(prompts)})")
+    return list(zip(prompts, settings, strict=True))
 
 
-def _prompt_tokens(prompt: Prompt, tokenizer: Tokenizer | None, vocabulary_size: int) -> list[int]:
-    if isinstance(prompt, str):
-        assert tokenizer is not None
-        prompt = tokenizer.encode(prompt)
-    tokens = check_token_ids(prompt, vocabulary_size)
-    if not tokens:
-        raise PromptError("the prompt is empty: give at least one token to continue from")
-    return tokens
-
-
-def _fit_to_context(
-    prompts: Sequence[Sequence[int]], settings: Sequence[GenerationSettings], context: int
-) -> list[GenerationSettings]:
-    """The settings with `max_new_tokens` filled in."""
-    fitted = []
-    for row, (prompt, wanted) in enumerate(zip(prompts, settings, strict=True)):
-        if len(prompt) >= context:
-            raise PromptError(
-                f"prompt {row} has {len(prompt)} tokens, which leaves no room to answer in the model's "
-                f"context of {context} (max_position_embeddings): shorten the prompt"
-            )
-        room = context - len(prompt)
-        new = wanted.max_new_tokens or max(min(DEFAULT_NEW_TOKENS, room), wanted.min_new_tokens)
-        if new > room:
-            raise PromptError(
-                f"prompt {row} has {len(prompt)} tokens and {new} more are asked for, but the context "
-                f"of the model is {context} (max_position_embeddings): "
-                f"ask for at most {room} or shorten the prompt"
-            )
-        fitted.append(dataclasses.replace(wanted, max_new_tokens=new))
-    return fitted
+def _fit_to_context(row: int, length: int, wanted: GenerationSettings, context: int) -> GenerationSettings:
+    room = context - length
+    if room <= 0:
+        raise PromptError(
+            f"prompt {row} has {length} tokens, which leaves no room to answer in the model's context of "
+            f"{context} (max_position_embeddings): shorten the prompt"
+        )
+    new = wanted.max_new_tokens or max(min(DEFAULT_NEW_TOKENS, room), wanted.min_new_tokens)
+    if new > room:
+        raise PromptError(
+            f"prompt {row} has {length} tokens and {new} more are asked for, but the model's context is "
+            f"{context} (max_position_embeddings): ask for at most {room} or shorten the prompt"
+        )
+    return dataclasses.replace(wanted, max_new_tokens=new)
 
 
 class _Run:

@@ -64,7 +64,12 @@ class Tokenizer:
           add_special_tokens: let the file's post-processor put tokens around the text (this family's has
             none); off for rendered chats, which bring their own.
           special_tokens: whether names of special tokens in the text stand for these tokens.
+
+        Raises:
+          PromptError: the text holds a lone surrogate, as Python makes of bytes that are no valid UTF-8.
         """
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise PromptError("the text is not valid UTF-8: look at how it was read")
         self.backend.encode_special_tokens = not special_tokens
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 

@@ -1,0 +1,234 @@
+"""`qwen35 generate`: continues a prompt, or answers it as a chat."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qwen35_jax.cli.options import add_json_option, add_model_options
+from qwen35_jax.errors import PromptError
+
+if TYPE_CHECKING:
+    from qwen35_jax.checkpoint import LoadedModel
+    from qwen35_jax.inference.results import GenerationResult, TokenEvent
+    from qwen35_jax.inference.settings import GenerationSettings
+    from qwen35_jax.inference.tokenizer import Tokenizer
+
+HELP = (
+    "Continue a prompt. Text goes to standard output as it is generated (when that is a terminal, or with "
+    "--stream), speeds to standard error. Without sampling options the checkpoint's own recommendation holds "
+    "(generation_config.json), and where there is none the most likely token is taken."
+)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    add_model_options(parser)
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="TEXT", help="the text to continue; - reads standard input")
+    prompt.add_argument(
+        "--prompt-ids", metavar="IDS", help="token ids to continue, as in 5,17,3; needs no tokenizer"
+    )
+    parser.add_argument(
+        "--max-new-tokens", type=int, metavar="N", help="tokens to generate at most (default 128)"
+    )
+    parser.add_argument("--min-new-tokens", type=int, metavar="N", help="draw no stop token before N tokens")
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument("--temperature", type=float, metavar="T", help="0 takes the most likely token")
+    sampling.add_argument("--top-k", type=int, metavar="K", help="draw among the K most likely; 0 is off")
+    sampling.add_argument(
+        "--top-p", type=float, metavar="P", help="draw among the fewest tokens of total probability P"
+    )
+    sampling.add_argument(
+        "--min-p", type=float, metavar="P", help="drop tokens less likely than P times the most likely"
+    )
+    sampling.add_argument(
+        "--repetition-penalty", type=float, metavar="X", help="above 1 discourages tokens seen before"
+    )
+    sampling.add_argument(
+        "--presence-penalty", type=float, metavar="X", help="subtracted from logits of tokens in the answer"
+    )
+    sampling.add_argument("--seed", type=int, metavar="N", help="repeat the same draws")
+    ending = parser.add_argument_group("ending")
+    ending.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end before this text; may be given several times",
+    )
+    ending.add_argument("--ignore-eos", action="store_true", help="go on after stop tokens, to the length")
+    chat = parser.add_argument_group("chat")
+    chat.add_argument(
+        "--chat", action="store_true", help="put the prompt into the checkpoint's chat template"
+    )
+    chat.add_argument("--system", metavar="TEXT", help="with --chat: a system message before the prompt")
+    chat.add_argument("--no-think", action="store_true", help="with --chat: answer without thinking first")
+    output = parser.add_argument_group("output")
+    add_json_option(parser)
+    output.add_argument(
+        "--stream",
+        action=argparse.BooleanOptionalAction,
+        help="print text as it comes; with --json to standard error (default: on a terminal)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    if not args.chat and (args.system is not None or args.no_think):
+        raise PromptError("--system and --no-think belong to a chat: add --chat")
+    if args.chat and args.prompt is None:
+        raise PromptError("--chat needs a text: give --prompt instead of --prompt-ids")
+
+    # From here on JAX is loaded. What is cheap to check is checked before the weights are read.
+    from qwen35_jax.checkpoint.source import find_model
+    from qwen35_jax.config import ModelConfig
+    from qwen35_jax.inference.compilation_cache import enable_compilation_cache
+    from qwen35_jax.inference.generation import check_prompts, generate
+    from qwen35_jax.inference.stop_tokens import stop_token_ids
+
+    enable_compilation_cache()
+    folder = find_model(args.model)
+    config = ModelConfig.from_hf(folder)
+    tokenizer = _tokenizer(folder, required=args.prompt is not None or bool(args.stop))
+    prompt = _prompt_tokens(args, folder, tokenizer)
+    settings = _settings(args, folder)
+    check_prompts([prompt], settings, config.text)
+    stop_ids = set(stop_token_ids(folder, config_ids=config.text.eos_token_id, tokenizer=tokenizer))
+    if args.chat and tokenizer is not None and tokenizer.eos_token_id is not None:
+        stop_ids.add(tokenizer.eos_token_id)  # ends a turn; some checkpoints name the end of texts only
+
+    result = generate(
+        _load(folder, args.dtype),
+        [prompt],
+        settings,
+        tokenizer=tokenizer,
+        stop_ids=stop_ids,
+        on_token=_printer(args),
+    )
+    _report(args, result)
+    return 0
+
+
+def _tokenizer(folder: Path, *, required: bool) -> Tokenizer | None:
+    from qwen35_jax.inference.tokenizer import FILE_NAME, Tokenizer
+
+    if not required and not (folder / FILE_NAME).is_file():
+        return None
+    return Tokenizer.from_folder(folder)
+
+
+def _prompt_tokens(args: argparse.Namespace, folder: Path, tokenizer: Tokenizer | None) -> list[int]:
+    if args.prompt is None:
+        return _parse_ids(args.prompt_ids)
+    assert tokenizer is not None
+    text = _standard_input() if args.prompt == "-" else args.prompt
+    if not text:
+        raise PromptError("the prompt is empty: give some text to continue")
+    if not args.chat:
+        return tokenizer.encode(text)
+    from qwen35_jax.inference.chat_template import ChatTemplate, encode_chat
+
+    messages = [] if args.system is None else [{"role": "system", "content": args.system}]
+    messages.append({"role": "user", "content": text})
+    template = ChatTemplate.from_folder(folder)
+    return encode_chat(template, tokenizer, messages, enable_thinking=False if args.no_think else None)
+
+
+def _parse_ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")] if text.strip() else []
+    except ValueError:
+        raise PromptError(
+            f"--prompt-ids is {text!r}, expected token ids between commas, as in 5,17,3"
+        ) from None
+
+
+def _standard_input() -> str:
+    """All of standard input, without the line end that `echo` and editors put last."""
+    try:
+        return sys.stdin.buffer.read().decode("utf-8").removesuffix("\n").removesuffix("\r")
+    except UnicodeDecodeError as error:
+        raise PromptError(f"standard input is not UTF-8 text: {error}") from error
+
+
+def _settings(args: argparse.Namespace, folder: Path) -> GenerationSettings:
+    """What the checkpoint recommends, with what the command line says on top."""
+    from qwen35_jax.inference.settings import GenerationSettings, recommended_settings
+    from qwen35_jax.inference.stop_tokens import GENERATION_CONFIG
+    from qwen35_jax.inference.tokenizer import read_json_object
+
+    given: dict[str, Any] = {
+        "max_new_tokens": args.max_new_tokens,
+        "min_new_tokens": args.min_new_tokens,
+        "temperature": args.temperature,
+        "top_k": args.top_k,
+        "top_p": args.top_p,
+        "min_p": args.min_p,
+        "repetition_penalty": args.repetition_penalty,
+        "presence_penalty": args.presence_penalty,
+        "seed": args.seed,
+    }
+    fields = recommended_settings(read_json_object(folder / GENERATION_CONFIG))
+    fields |= {name: value for name, value in given.items() if value is not None}
+    return GenerationSettings(**fields, stop=tuple(args.stop), ignore_eos=args.ignore_eos)
+
+
+def _load(folder: Path, dtype: str) -> LoadedModel:
+    import jax
+
+    from qwen35_jax.checkpoint import load
+    from qwen35_jax.checkpoint.progress import Advance, progress_bar, quiet
+
+    if dtype == "auto":
+        # On CPUs XLA streams a row of float32 weights many times as fast as one of bfloat16 weights.
+        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+
+    def progress(title: str, nbytes: int) -> AbstractContextManager[Advance]:
+        takes_long = nbytes > 200e6 and sys.stderr.isatty()
+        return (progress_bar if takes_long else quiet)(title, nbytes)
+
+    return load(folder, dtype=dtype, parameter_dtype=dtype, progress=progress)
+
+
+def _printer(args: argparse.Namespace) -> Callable[[TokenEvent], None] | None:
+    if not (args.stream or (args.stream is None and not args.json and sys.stdout.isatty())):
+        return None
+    output = sys.stderr if args.json else sys.stdout
+
+    def show(event: TokenEvent) -> None:
+        output.write(event.text)
+        if event.finish_reason is not None:
+            output.write("\n")
+        output.flush()
+
+    return show
+
+
+def _report(args: argparse.Namespace, result: GenerationResult) -> None:
+    (answer,) = result.generations
+    timing = result.timing
+    if args.json:
+        report = {
+            "prompt_tokens": answer.prompt_tokens,
+            "tokens": answer.tokens,
+            "text": answer.text,
+            "finish_reason": answer.finish_reason,
+            "seed": answer.seed,
+            "prefill_tokens_per_second": timing.prefill_tokens_per_second,
+            "decode_tokens_per_second": timing.decode_tokens_per_second,
+            "compile_seconds": timing.compile_seconds,
+        }
+        print(json.dumps(report, ensure_ascii=False))
+    elif _printer(args) is None:
+        print(answer.text)
+    sys.stdout.flush()
+    print(
+        f"prefill: {timing.prefill_tokens} tokens, {timing.prefill_tokens_per_second:.1f} tokens/s; "
+        f"decode: {timing.decode_tokens} tokens, {timing.decode_tokens_per_second:.1f} tokens/s; "
+        f"compiling took {timing.compile_seconds:.1f} s before that",
+        file=sys.stderr,
+    )
