@@ -28,6 +28,21 @@ def product(a: Float[Array, "*batch m n"], b: Float[Array, "*batch n p"]) -> Flo
     return jnp.matmul(a, b, precision=HIGHEST)
 
 
+def product_nt(a: Float[Array, "*batch m n"], b: Float[Array, "*batch p n"]) -> Float[Array, "*batch m p"]:
+    """a b^T, without a transposed copy of b."""
+    return jnp.einsum("...mn,...pn->...mp", a, b, precision=HIGHEST)
+
+
+def product_tn(a: Float[Array, "*batch n m"], b: Float[Array, "*batch n p"]) -> Float[Array, "*batch m p"]:
+    """a^T b, without a transposed copy of a."""
+    return jnp.einsum("...nm,...np->...mp", a, b, precision=HIGHEST)
+
+
+def row_dots(a: Float[Array, "*batch m n"], b: Float[Array, "*batch m n"]) -> Float[Array, "*batch m"]:
+    """Dot products of the rows of a with those of b. (As a sum of a product, XLA is 8 times slower on a CPU.)"""
+    return jnp.einsum("...mn,...mn->...m", a, b, precision=HIGHEST)
+
+
 class Chunk(NamedTuple):
     """Inputs of one chunk; `*chunks` stands for any leading axes (batch, or batch and chunk)."""
 
@@ -111,7 +126,7 @@ def chunk_terms(chunk: Chunk) -> ChunkTerms:
         sees_state = chunk.segment == chunk.segment_before[..., None]
         from_state = _masked_exp(coarse + fine, sees_state[..., None, None, :])
 
-    query_key, key_key = product(q, k.mT), product(k, k.mT)
+    query_key, key_key = product_nt(q, k), product_nt(k, k)
     inverse = unit_lower_inverse(jnp.tril(beta[..., None] * key_key[..., None, :, :] * decay, -1))
     return ChunkTerms(q, k, v, beta, query_key, key_key, decay, from_state, inverse)
 
@@ -143,14 +158,21 @@ def advance(
     recalled, read = apart(product(terms.k, state), group), apart(product(terms.q, state), group)
     corrections = product(terms.inverse, terms.beta[..., None] * (terms.v - from_state * recalled))
     outputs = from_state * read + product(terms.attention, corrections)
-    written = product(terms.k.mT, side_by_side(to_state * corrections))
+    written = product_tn(terms.k, side_by_side(to_state * corrections))
     return _fade(state, terms) + written, jnp.moveaxis(outputs, -2, -4)
+
+
+def by_head(
+    state: Float[Array, "*chunks key_heads key_dim values"], group: int
+) -> Float[Array, "*chunks key_heads key_dim group value_dim"]:
+    """The states of a key head's value heads, side by side in `values`, as an axis of their own."""
+    return state.reshape(*state.shape[:-1], group, -1)
 
 
 def _fade(state, terms):
     """exp(G_C) S, with S as in `advance`."""
-    by_head = state.reshape(*state.shape[:-1], terms.v.shape[-3], -1)
-    return (terms.from_state[..., None, :, -1:] * by_head).reshape(state.shape)
+    factor = terms.from_state[..., None, :, -1:]
+    return (factor * by_head(state, factor.shape[-2])).reshape(state.shape)
 
 
 def advance_gradient(
@@ -184,36 +206,35 @@ def advance_gradient(
     corrections = product(inverse, beta * error)
 
     d_written = apart(product(k, d_state), group)
-    d_corrections = product(terms.attention.mT, d_outputs) + to_state * d_written
-    d_wanted = product(inverse.mT, d_corrections)
-    d_attention = product(d_outputs, corrections.mT) * decay
-    d_lower = -jnp.tril(product(d_wanted, corrections.mT), -1) * decay
+    d_corrections = product_tn(terms.attention, d_outputs) + to_state * d_written
+    d_wanted = product_tn(inverse, d_corrections)
+    d_attention = product_nt(d_outputs, corrections) * decay
+    d_lower = -jnp.tril(product_nt(d_wanted, corrections), -1) * decay
     d_error = beta * d_wanted
     d_recalled, d_read = side_by_side(-from_state * d_error), side_by_side(from_state * d_outputs)
     written = side_by_side(to_state * corrections)
 
     d_query_key = jnp.sum(d_attention, -3)
     d_key_key = jnp.sum(beta * d_lower, -3)
-    d_q = product(d_query_key, k) + product(d_read, state.mT)
+    d_q = product(d_query_key, k) + product_nt(d_read, state)
     d_k = (
-        product(d_query_key.mT, q)
+        product_tn(d_query_key, q)
         + product(d_key_key + d_key_key.mT, k)
-        + product(d_recalled, state.mT)
-        + product(written, d_state.mT)
+        + product_nt(d_recalled, state)
+        + product_nt(written, d_state)
     )
-    d_beta = jnp.sum(d_wanted * error, -1) + jnp.sum(d_lower * key_key, -1)
+    d_beta = row_dots(d_wanted, error) + row_dots(d_lower, jnp.broadcast_to(key_key, d_lower.shape))
 
     d_difference = d_attention * query_key + beta * d_lower * key_key
-    d_last = jnp.sum(to_state * d_written * corrections, -1)
+    d_last = terms.to_state * row_dots(d_written, corrections)
     d_total = jnp.sum(d_difference, -1) - jnp.sum(d_difference, -2) - d_last
-    d_total += jnp.sum(from_state * (d_outputs * read - d_error * recalled), -1)
-    faded = _fade(state, terms)
-    d_fade = (d_state * faded).reshape(*faded.shape[:-1], group, -1).sum((-3, -1))
-    d_total = d_total.at[..., -1].add(jnp.sum(d_last, -1) + d_fade)
+    d_total += terms.from_state * (row_dots(d_outputs, read) - row_dots(d_error, recalled))
+    d_fade = jnp.sum(row_dots(by_head(d_state, group), by_head(state, group)), -2)
+    d_total = d_total.at[..., -1].add(jnp.sum(d_last, -1) + terms.from_state[..., -1] * d_fade)
     size = d_total.shape[-1]
     d_log_decay = product(d_total, jnp.tril(jnp.ones((size, size), d_total.dtype)))
 
-    d_before = _fade(d_state, terms) + product(k.mT, d_recalled) + product(q.mT, d_read)
+    d_before = _fade(d_state, terms) + product_tn(k, d_recalled) + product_tn(q, d_read)
     return d_before, (
         d_q.swapaxes(-3, -2),
         d_k.swapaxes(-3, -2),
