@@ -314,6 +314,6 @@ def test_fields_of_a_file_and_of_the_dataclasses_have_the_same_names():
     section = written["text_config"]
     fields = {field.name for field in dataclasses.fields(TextConfig)}
     fields |= {field.name for field in dataclasses.fields(MoEConfig)}
-    assert fields - section.keys() == {"moe", "rope", "intermediate_size"}
+    assert fields - section.keys() == {"moe", "rope", "intermediate_size", "unroll_layers"}
     rope = {field.name for field in dataclasses.fields(RopeConfig)}
     assert section["rope_parameters"].keys() <= rope

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from qwen35_jax.errors import CheckpointError
@@ -19,8 +20,12 @@ def is_hub_id(text: str) -> bool:
     return _ID.fullmatch(text) is not None and ".." not in text and "--" not in text
 
 
-def download(hub_id: str) -> Path:
+def download(hub_id: str, *, wanted: Sequence[str] = WANTED) -> Path:
     """The folder of a model in the local cache, after downloading what is missing of it.
+
+    Args:
+        hub_id: such as "Qwen/Qwen3.5-0.8B".
+        wanted: patterns of the files to download.
 
     `HF_ENDPOINT`, `HF_HUB_OFFLINE`, `HF_HOME` and `HF_TOKEN` work as for every user of `huggingface_hub`.
 
@@ -37,7 +42,7 @@ def download(hub_id: str) -> Path:
 
     where = f"'{hub_id}' on {constants.ENDPOINT}"
     try:
-        folder = snapshot_download(hub_id, allow_patterns=list(WANTED), ignore_patterns=["*/*"])
+        folder = snapshot_download(hub_id, allow_patterns=list(wanted), ignore_patterns=["*/*"])
     except GatedRepoError as error:
         raise CheckpointError(f"{where}: is gated; accept its terms there and set HF_TOKEN") from error
     except RepositoryNotFoundError as error:

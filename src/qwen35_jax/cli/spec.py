@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -69,6 +68,7 @@ def find_config(name: str) -> ModelConfig:
 
     Raises:
         ConfigError: there is none, or it is not valid.
+        CheckpointError: the hub did not give it.
     """
     if name and Path(name).exists():
         return ModelConfig.from_hf(name)
@@ -78,23 +78,12 @@ def find_config(name: str) -> ModelConfig:
     try:
         return published(name)
     except ConfigError as error:
-        if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
-            return _from_hub(name)
+        # Imported late: most calls need neither the hub nor JAX.
+        from qwen35_jax.checkpoint.hub import download, is_hub_id
+
+        if is_hub_id(name):
+            return ModelConfig.from_hf(download(name, wanted=["config.json"]))
         raise ConfigError(f"{name}: no such file or folder, and {error}") from None
-
-
-def _from_hub(name: str) -> ModelConfig:
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError
-
-    try:
-        path = hf_hub_download(name, "config.json")
-    except (OSError, ValueError, HfHubHTTPError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(
-            f"{name}: no such folder, not in configs/, and no config.json from the hub ({reason})"
-        ) from None
-    return ModelConfig.from_hf(path)
 
 
 def print_specification(console: Console, name: str, dtype: str, specification: Specification) -> None:
