@@ -122,6 +122,19 @@ def test_a_folder_without_a_config_is_one_clear_line(capsys, tmp_path):
     assert capsys.readouterr().err.startswith(f"qwen35: error: {tmp_path}/config.json: no such file")
 
 
+def test_of_a_hub_model_only_the_config_is_downloaded(capsys, monkeypatch, tmp_path):
+    from qwen35_jax.checkpoint import hub
+
+    def download(hub_id, *, wanted):
+        assert (hub_id, wanted) == ("someone/some-finetune", ["config.json"])
+        return tmp_path
+
+    monkeypatch.setattr(hub, "download", download)
+    (tmp_path / "config.json").write_text(json.dumps(flat()))
+    told = json.loads(spec(capsys, "someone/some-finetune", "--json"))
+    assert (told["name"], told["model_type"]) == ("someone/some-finetune", "qwen3_5_text")
+
+
 def test_a_hub_id_is_looked_up_where_the_environment_says(capsys, monkeypatch, tmp_path):
     """With nothing in the cache and the network off, the complaint says so at once."""
     from huggingface_hub import constants

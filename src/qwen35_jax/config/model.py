@@ -100,7 +100,14 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, source: Mapping[str, Any] | str | Path) -> ModelConfig:
-        """Reads a Hugging Face configuration.
+        """Reads a Hugging Face configuration, text-only or vision-language, flat or nested.
+
+        A value may stand in several places: rotary fields in the old and the new spelling, text fields at the
+        top of a nested file, `dtype` and `torch_dtype`. It is read where the Hugging Face classes read it, and
+        a place that says otherwise is refused, because another tool might believe that one. Exempt are the
+        token ids and `initializer_range` at the top of a nested file, where its `text_config` wins, and
+        `tie_word_embeddings` and `dtype` inside one, where the top wins. `layer_types` wins over
+        `full_attention_interval`.
 
         Args:
             source: the JSON object, or the path of a `config.json` or of the folder that holds it.

@@ -181,6 +181,7 @@ class TextConfig:
         check_number("initializer_range", self.initializer_range)
         check_number("rms_norm_eps", self.rms_norm_eps, positive=True)
         check_flag("attention_bias", self.attention_bias)
+        check_flag("unroll_layers", self.unroll_layers)
         check_number("attention_dropout", self.attention_dropout)
         if self.attention_dropout >= 1:
             refuse("attention_dropout", self.attention_dropout, "a probability below 1")
