@@ -14,8 +14,6 @@ import pytest
 from qwen35_jax.config import ModelConfig, published, published_names, published_source
 from qwen35_jax.errors import ConfigError
 
-pytestmark = pytest.mark.quick
-
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"
 

@@ -11,8 +11,6 @@ from qwen35_jax.config import ModelConfig, RopeConfig, TextConfig, require_dense
 from qwen35_jax.errors import ConfigError
 from tests.config_files import VISION, flat, moe_section, nested, text_section
 
-pytestmark = pytest.mark.quick
-
 
 def read_text(section) -> TextConfig:
     return ModelConfig.from_hf(flat(section)).text

@@ -13,8 +13,6 @@ from qwen35_jax.config.hf_fields import FIXED_TEXT_FIELDS
 from qwen35_jax.errors import ConfigError
 from tests.config_files import DENSE_TEXT, MOE_FIELDS, VISION, flat, moe_section, nested, text_section
 
-pytestmark = pytest.mark.quick
-
 SIZES = [name for name in DENSE_TEXT if name != "rope_parameters"]
 
 

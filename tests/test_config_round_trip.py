@@ -15,8 +15,6 @@ from qwen35_jax.config import ModelConfig, MoEConfig, RopeConfig, TextConfig, Vi
 from qwen35_jax.errors import ConfigError
 from tests.config_files import VISION, flat, moe_section, nested, text_section
 
-pytestmark = pytest.mark.quick
-
 JsonObject = dict[str, Any]
 # A failing file is shown as found: shrinking one takes minutes.
 quick = settings(max_examples=50, phases=[Phase.explicit, Phase.generate])

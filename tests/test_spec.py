@@ -17,8 +17,6 @@ from qwen35_jax.ops.norms import l2_normalize
 from qwen35_jax.spec import Specification, hf_tensor_shapes, specify
 from tests.config_files import flat, moe_section, nested, text_section
 
-pytestmark = pytest.mark.quick
-
 ROOT = Path(__file__).parents[1]
 TENSOR_NAMES = ROOT / "tests" / "golden" / "tensor_names"
 
