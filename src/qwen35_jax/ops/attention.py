@@ -18,8 +18,8 @@ QUERY_BLOCK = 128
 """Queries whose scores are held at a time. Scores take batch * heads * QUERY_BLOCK * time numbers."""
 
 KEY_LENGTHS = 8
-"""Blocks of queries are walked in at most so many groups. A group reads the keys up to its own end, so that with many
-groups little is computed above the diagonal, while the program's size stays bounded."""
+"""Blocks of queries are walked in at most so many groups. A group reads the keys up to its own end, so that
+with many groups little is computed above the diagonal, while the program's size stays bounded."""
 
 PAST_BLOCK = 512
 """Slots of the cache read at a time."""
@@ -31,8 +31,8 @@ FEW_ROWS = 32
 class _Partial(NamedTuple):
     """Softmax over some of each query's keys, not yet divided.
 
-    With peak = max over s of score: numerator = sum of exp(score - peak) * value, denominator = sum of exp(score - peak).
-    A query without keys has 0, 0 and -inf.
+    With peak = max over s of score: numerator = sum of exp(score - peak) * value, denominator = sum of
+    exp(score - peak). A query without keys has 0, 0 and -inf.
     """
 
     numerator: Float[Array, "b g r t d"]
@@ -52,32 +52,35 @@ def attention(
 ) -> Float[Array, "batch time heads head_dim"]:
     """softmax(q k^T / sqrt(head_dim)) v, causal within each document.
 
-    A token sees itself and the earlier new tokens of its segment; the tokens of a row's first segment also see that row's
-    past slots j < past_lengths. Query head h reads key/value head h // (heads / kv_heads). A query with nothing to see
-    (padding) gives zeros.
+    A token sees itself and the earlier new tokens of its segment; the tokens of a row's first segment also
+    see that row's past slots j < past_lengths. Query head h reads key/value head h // (heads / kv_heads). A
+    query with nothing to see (padding) gives zeros.
 
-    Memory grows with time, not with its square: scores exist for one block of queries at a time, and the backward pass
-    computes them again. The past is read in blocks up to the longest row, so unused capacity costs nothing; it is a loop
-    of data-dependent length, through which JAX has no reverse-mode gradient (training passes no past).
+    Memory grows with time, not with its square: scores exist for one block of queries at a time, and the
+    backward pass computes them again. The past is read in blocks up to the longest row, so unused capacity
+    costs nothing; it is a loop of data-dependent length, through which JAX has no reverse-mode gradient
+    (training passes no past).
 
-    Masks act on scores, before the maximum and the exponential. Padding and unused slots may hold anything, NaN included.
-    A NaN in a real token surfaces: in every query that sees it if it is in q or k, and possibly in others of its row if it is in v.
+    Masks act on scores, before the maximum and the exponential. Padding and unused slots may hold anything,
+    NaN included. A NaN in a real token surfaces: in every query that sees it, and, from v, in other queries
+    of its row as well.
 
     Args:
       q, k, v: new tokens, already normalised and rotated.
-      segment_ids: 0 for padding, positive numbers for documents; None when every token is real and of one document.
+      segment_ids: 0 for padding, positive numbers for documents; None when every token is real and of one
+        document.
       past_k, past_v: cache before this call's tokens were written.
       past_lengths: filled slots of each row.
 
     Returns:
-      Outputs in the dtype of `q`. Products accumulate in float32 (float64), where the softmax runs; its weights are
-      rounded to the dtype of `q` for the product with the values.
+      Outputs in the dtype of `q`. Products accumulate in float32 (float64), where the softmax runs; its
+      weights are rounded to the dtype of `q` for the product with the values.
 
     Raises:
       ValueError: shapes do not fit, or only some of past_k, past_v, past_lengths are given.
 
-    Source: Vaswani et al., "Attention Is All You Need" (2017), section 3.2; merging of partial softmaxes: Milakov &
-    Gimelshein, "Online normalizer calculation for softmax" (2018).
+    Source: Vaswani et al., "Attention Is All You Need" (2017), section 3.2; merging of partial softmaxes:
+    Milakov & Gimelshein, "Online normalizer calculation for softmax" (2018).
     """
     _check(q, k, v, segment_ids, past_k, past_v, past_lengths)
     batch, time, heads, head_dim = q.shape
@@ -139,7 +142,9 @@ def _over_new_tokens(
             None,
             (jnp.arange(first, last) * block, jnp.moveaxis(stacked, 3, 0)),
         )
-        parts.append(jax.tree.map(lambda x: jnp.moveaxis(x, 0, 3).reshape(*q.shape[:3], -1, *x.shape[5:]), part))
+        parts.append(
+            jax.tree.map(lambda x: jnp.moveaxis(x, 0, 3).reshape(*q.shape[:3], -1, *x.shape[5:]), part)
+        )
     return jax.tree.map(lambda *blocks: jnp.concatenate(blocks, axis=3)[:, :, :, :time], *parts)
 
 
@@ -154,7 +159,8 @@ def _over_past(
     block = min(PAST_BLOCK, capacity)
 
     def add_block(i, softmax):
-        # The last block is moved back to end at the capacity; slots it shares with the one before count there.
+        # The last block is moved back to end at the capacity; slots it shares with the one before count
+        # there.
         start = jnp.minimum(i * block, capacity - block)
         slots = start + jnp.arange(block)
         filled = (slots >= i * block) & (slots < past_lengths[:, None])
@@ -172,12 +178,13 @@ def _over_past(
 def _slots(
     cache: Float[Array, "b capacity g d"], start: Int[Array, ""], size: int
 ) -> Float[Array, "b size g d"]:
-    """Slots start .. start + size of a cache. A bfloat16 cache is sliced as whole numbers of 16 bits: XLA's CPU compiler
-    widens every bfloat16 slice to float32, and then hoists the widening of the whole cache out of the loop."""
-    if cache.dtype != jnp.bfloat16:
-        return lax.dynamic_slice_in_dim(cache, start, size, 1)
-    bits = lax.dynamic_slice_in_dim(lax.bitcast_convert_type(cache, jnp.uint16), start, size, 1)
-    return lax.bitcast_convert_type(bits, jnp.bfloat16)
+    """Slots start to start + size of a cache, in a loop over `start`.
+
+    XLA's CPU compiler slices bfloat16 as float32. Without the barrier, which ties the cache to the loop's
+    counter, it would widen the whole cache before the loop, whatever its filled length.
+    """
+    cache, start = lax.optimization_barrier((cache, start))
+    return lax.dynamic_slice_in_dim(cache, start, size, 1)
 
 
 def _attend(
@@ -188,8 +195,9 @@ def _attend(
 ) -> _Partial:
     """Partial softmax of every query over the keys where `mask` is true.
 
-    With few queries the time goes into reading k. The order "keys times queries" then lets XLA read k as it lies in
-    memory; "queries times keys" makes its CPU compiler transpose k first, which is several times slower.
+    With few queries the time goes into reading k. The order "keys times queries" then lets XLA read k as it
+    lies in memory; "queries times keys" makes its CPU compiler transpose k first, which is several times
+    slower.
     """
     wide = jnp.promote_types(q.dtype, jnp.float32)
     scale = q.shape[-1] ** -0.5

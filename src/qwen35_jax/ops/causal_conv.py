@@ -17,21 +17,23 @@ def causal_conv(
     window: Float[Array, "batch kernel-1 *channels"] | None = None,
     segment_ids: Int[Array, "batch time"] | None = None,
 ) -> tuple[Float[Array, "batch time *channels"], Float[Array, "batch kernel-1 *channels"]]:
-    """y[t] = sum over j of weight[j] * x[t - (kernel - 1) + j], each channel by itself; no bias, no activation.
+    """y[t] = sum over j of weight[j] * x[t - (kernel - 1) + j], each channel alone; no bias, no activation.
 
-    The last tap belongs to the current token (cross-correlation, as torch.nn.Conv1d). Padding counts as not there: it is
-    read as zero, gives zero, and leaves the window as it was. A tap never reaches over a cut (see `ops.segments`).
+    The last tap belongs to the current token (cross-correlation, as torch.nn.Conv1d). Padding counts as not
+    there: it is read as zero, gives zero, and leaves the window as it was. A tap never reaches over a cut
+    (see `ops.segments`).
 
     Args:
       x: inputs. There may be any number of channel axes (heads, dim).
       weight: taps, oldest first.
-      window: the inputs of the kernel - 1 real tokens before this call, oldest first; zeros when None. They are taken to
-        stand directly before the first real token of each row.
-      segment_ids: 0 for padding, positive numbers for documents; None when every token is real and of one document.
+      window: the inputs of the kernel - 1 real tokens before this call, oldest first; zeros when None. They
+        are taken to stand directly before the first real token of each row.
+      segment_ids: 0 for padding, positive numbers for documents; None when every token is real and of one
+        document.
 
     Returns:
-      y, and the window for the next call: the last kernel - 1 real inputs of the last segment, zeros where that segment
-      is shorter. Sums run in float32 (float64); both results have the dtype of `x`.
+      y, and the window for the next call: the last kernel - 1 real inputs of the last segment, zeros where
+      that segment is shorter. Sums run in float32 (float64); both results have the dtype of `x`.
 
     Raises:
       ValueError: a shape does not fit.
@@ -65,7 +67,8 @@ def causal_conv(
     history_index = jnp.pad(index, ((0, 0), (reach, 0)))
 
     taps = [
-        _keep(real & (history_index[:, j : j + time] == index), history[:, j : j + time]) for j in range(kernel)
+        _keep(real & (history_index[:, j : j + time] == index), history[:, j : j + time])
+        for j in range(kernel)
     ]
     last_rows, last_index = jax.vmap(
         lambda row, row_index, at: (
@@ -84,9 +87,9 @@ def _weighted_sum(
     wide = jnp.promote_types(jnp.promote_types(dtype, weight.dtype), jnp.float32)
     total = jnp.zeros(taps[0].shape, wide)
     for tap, tap_weight in zip(taps, weight.astype(wide), strict=True):
-        # The explicit broadcast makes the weight's gradient one sum over (batch, time) together; left to the product's
-        # own broadcasting it becomes a sum over time inside a batch axis of 1, which XLA's CPU compiler walks with a
-        # stride, ten times slower.
+        # The explicit broadcast makes the weight's gradient one sum over (batch, time) together; left to the
+        # product's own broadcasting it becomes a sum over time inside a batch axis of 1, which XLA's CPU
+        # compiler walks with a stride, ten times slower.
         total += tap.astype(wide) * jnp.broadcast_to(tap_weight, tap.shape)
     return total.astype(dtype)
 

@@ -1,4 +1,5 @@
-"""Rotary position embedding: partial, interleaved over three position axes (M-RoPE), and YaRN for long contexts."""
+"""Rotary position embedding: partial, interleaved over three position axes (M-RoPE), YaRN for long
+contexts."""
 
 from __future__ import annotations
 
@@ -19,10 +20,11 @@ def rotary_frequencies(
     """Radians per position of each rotated pair, and the factor on cos and sin.
 
     Args:
-      config: `rope_type` "default" gives theta^(-2i/rotary_dim); "yarn" interpolates the slow pairs by `factor`.
+      config: `rope_type` "default" gives theta^(-2i/rotary_dim); "yarn" interpolates the slow pairs by
+        `factor`.
       rotary_dim: rotated dimensions of a head (twice the number of pairs).
-      dtype: of the frequencies. Anything narrower than float32 is widened to float32, as phases in bfloat16 are off by
-        whole turns beyond a few thousand tokens.
+      dtype: of the frequencies. Anything narrower than float32 is widened to float32, as phases in bfloat16
+        are off by whole turns beyond a few thousand tokens.
 
     Returns:
       Frequencies, computed in float64 and rounded once, and the attention scaling (1 without YaRN).
@@ -33,7 +35,9 @@ def rotary_frequencies(
     Source: Su et al., "RoFormer" (2021), section 3.2; Peng et al., "YaRN" (2023), sections 3.2 to 3.4.
     """
     if rotary_dim <= 0 or rotary_dim % 2:
-        raise ConfigError(f"partial_rotary_factor: gives {rotary_dim} rotated dimensions, expected an even number above 0")
+        raise ConfigError(
+            f"partial_rotary_factor: gives {rotary_dim} rotated dimensions, expected an even number above 0"
+        )
     half = rotary_dim // 2
     inv_freq = config.rope_theta ** (-np.arange(half, dtype=np.float64) / half)
     scaling = 1.0
@@ -47,14 +51,17 @@ def rotary_frequencies(
 def _yarn(
     config: RopeConfig, rotary_dim: int, inv_freq: Float[np.ndarray, "rotary_half"]
 ) -> tuple[Float[np.ndarray, "rotary_half"], float]:
-    """Pairs that turn often within the original context keep their frequency, slow ones are divided by `factor`."""
+    """Pairs that turn often in the original context keep their frequency, slow ones are divided by
+    `factor`."""
     factor, original = config.factor, config.original_max_position_embeddings
     if factor is None or factor <= 0:
-        raise ConfigError(f"rope_parameters.factor: found {factor}, expected a number above 0 with rope_type 'yarn'")
+        raise ConfigError(
+            f"rope_parameters.factor: found {factor}, expected a number above 0 with rope_type 'yarn'"
+        )
     if original is None or original <= 0:
         raise ConfigError(
-            f"rope_parameters.original_max_position_embeddings: found {original}, expected the context length the model "
-            "was trained with"
+            f"rope_parameters.original_max_position_embeddings: found {original}, expected the context length "
+            "the model was trained with"
         )
 
     def pair_turning(turns: float) -> float:
@@ -91,8 +98,8 @@ def rotary_cos_sin(
     Args:
       positions: one position per token (text), or three: time, height, width.
       inv_freq: from `rotary_frequencies`.
-      mrope_section: pairs per axis. The axes are interleaved: pair i follows height when i mod 3 = 1 and i < 3 * section[1],
-        width when i mod 3 = 2 and i < 3 * section[2], else time.
+      mrope_section: pairs per axis. The axes are interleaved: pair i follows height when i mod 3 = 1 and i <
+        3 * section[1], width when i mod 3 = 2 and i < 3 * section[2], else time.
       scaling: factor on cos and sin (YaRN's attention factor).
 
     Source: Bai et al., "Qwen3-VL" (2025), interleaved M-RoPE.
@@ -112,7 +119,8 @@ def apply_rotary(
     cos: Float[Array, "batch time rotary_half"],
     sin: Float[Array, "batch time rotary_half"],
 ) -> Float[Array, "batch time heads head_dim"]:
-    """Rotates the pairs (i, i + rotary_half) of the leading 2 * rotary_half dimensions; the rest passes bit for bit.
+    """Rotates the pairs (i, i + rotary_half) of the leading 2 * rotary_half dimensions; the rest is
+    untouched.
 
     Computed in at least float32 and returned in the dtype of `x`.
     """

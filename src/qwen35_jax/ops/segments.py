@@ -1,11 +1,12 @@
 """Segments of a row of tokens: the one mechanism behind padding, packing, bucketing and chunked prefill.
 
-`segment_ids` holds one whole number per token. 0 is padding, positive numbers name documents; any two neighbouring
-documents of a row must carry different numbers. Padding may stand before, between or after documents, not inside one.
+`segment_ids` holds one whole number per token. 0 is padding, positive numbers name documents; any two
+neighbouring documents of a row must carry different numbers. Padding may stand before, between or after
+documents, not inside one.
 
-A real token *cuts* when the last real token before it, in this call, carried another number: whatever was carried so far
-(matrix state, convolution window, attended keys) ends there. The first real token of a row never cuts, so that the first
-segment of a call continues what the cache carried in.
+A real token *cuts* when the last real token before it, in this call, carried another number: whatever was
+carried so far (matrix state, convolution window, attended keys) ends there. The first real token of a row
+never cuts, so that the first segment of a call continues what the cache carried in.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from jaxtyping import Array, Bool, Int
 
 
 def segment_starts(segment_ids: Int[Array, "batch time"]) -> Bool[Array, "batch time"]:
-    """True at every real token that cuts. The first segment of a row continues the cache, so it has no True."""
+    """True at every real token that cuts; nowhere in the first segment of a row, which continues the cache."""
     time = segment_ids.shape[-1]
     real = segment_ids != 0
     newest_real = lax.cummax(jnp.where(real, jnp.arange(time, dtype=jnp.int32), -1), axis=1)
@@ -26,7 +27,7 @@ def segment_starts(segment_ids: Int[Array, "batch time"]) -> Bool[Array, "batch 
 
 
 def segment_index(segment_ids: Int[Array, "batch time"]) -> Int[Array, "batch time"]:
-    """Number of cuts up to and including each token: 0 in the first segment; padding inherits what stands before it."""
+    """Cuts up to and including each token: 0 in the first segment; padding inherits what stands before it."""
     return jnp.cumsum(segment_starts(segment_ids).astype(jnp.int32), axis=1)
 
 
