@@ -19,6 +19,7 @@ from qwen35_jax.errors import CheckpointError, ConfigError
 from tests.checkpoint import tiny_checkpoint as tiny
 from tests.checkpoint.tiny_checkpoint import (
     SPELLINGS,
+    assert_same_parameters,
     config_json,
     read_tensors,
     same_bytes,
@@ -29,13 +30,6 @@ from tests.checkpoint.tiny_checkpoint import (
 
 def leaves(params: dict) -> dict[tuple, np.ndarray]:
     return {path: np.asarray(array) for path, array in parameter_leaves(params)}
-
-
-def assert_same(first: dict, second: dict) -> None:
-    first, second = leaves(first), leaves(second)
-    assert first.keys() == second.keys()
-    for path, array in first.items():
-        assert same_bytes(array, second[path]), path
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +128,7 @@ def test_b47_every_spelling_gives_the_same_parameters_and_is_written_back(
         renamed[SPELLINGS[prefix] + name if name == "lm_head.weight" else name] = tensor
     write_files(tmp_path / "in", config_json(), renamed)
     config, params, kept = load_hf(tmp_path / "in")
-    assert_same(params, load_hf(folder)[1])
+    assert_same_parameters(params, load_hf(folder)[1])
     export_hf(params, config, tmp_path / "out", kept=kept)
     found = read_tensors(tmp_path / "out")
     assert found.keys() == renamed.keys()
@@ -254,7 +248,7 @@ def test_large_parameters_are_read_in_pieces_that_fit_together(
 ) -> None:
     expected = load_hf(checkpoint[0], mtp=True)[1]
     monkeypatch.setattr(streaming, "_PIECE", 100)
-    assert_same(load_hf(checkpoint[0], mtp=True)[1], expected)
+    assert_same_parameters(load_hf(checkpoint[0], mtp=True)[1], expected)
     widened = load_hf(checkpoint[0], mtp=True, parameter_dtype="float32")[1]
     for path, array in leaves(expected).items():
         assert (leaves(widened)[path] == array.astype(np.float32)).all(), path

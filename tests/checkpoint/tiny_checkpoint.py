@@ -14,6 +14,8 @@ import ml_dtypes
 import numpy as np
 import safetensors.numpy
 
+from qwen35_jax.checkpoint.streaming import parameter_leaves
+
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 VOCAB, EMBED, MLP = 29, 20, 44
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 8
@@ -216,3 +218,11 @@ def read_tensors(folder: Path) -> dict[str, np.ndarray]:
 def same_bytes(first: np.ndarray, second: np.ndarray) -> bool:
     """Equal in shape, data type and every bit."""
     return first.shape == second.shape and first.dtype == second.dtype and first.tobytes() == second.tobytes()
+
+
+def assert_same_parameters(first: dict, second: dict) -> None:
+    """Two nested parameter dictionaries with the same paths, shapes, data types and bits."""
+    one, two = dict(parameter_leaves(first)), dict(parameter_leaves(second))
+    assert one.keys() == two.keys()
+    for path, array in one.items():
+        assert same_bytes(np.asarray(array), np.asarray(two[path])), path

@@ -28,7 +28,7 @@ from qwen35_jax.checkpoint.tensor_table import NEVER_NARROWED, BoundPart, BoundT
 from qwen35_jax.errors import CheckpointError
 
 _PARAMETER_DTYPES = tuple(DTYPES[name] for name in ("F16", "BF16", "F32", "F64"))
-_PIECE = 64 << 20
+_PIECE = 16 << 20
 _ALIGNMENT = 64  # bytes; XLA's CPU client takes over host memory that is aligned so, and copies any other
 _THREADS = min(4, os.cpu_count() or 1)
 

@@ -1,0 +1,178 @@
+"""Orbax folders: nothing of a Hugging Face checkpoint is lost on the way there and back."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from qwen35_jax.checkpoint import orbax, staging
+from qwen35_jax.checkpoint.export import export_hf
+from qwen35_jax.checkpoint.hf import load_hf
+from qwen35_jax.checkpoint.orbax import convert_to_orbax, holds_mtp, load_orbax, save_orbax
+from qwen35_jax.checkpoint.source import export
+from qwen35_jax.checkpoint.streaming import leaf, parameter_leaves
+from qwen35_jax.errors import CheckpointError
+from tests.checkpoint.tiny_checkpoint import (
+    assert_same_parameters,
+    read_tensors,
+    same_bytes,
+    write_checkpoint,
+)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("source")
+    write_checkpoint(folder, shards=2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def converted(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("orbax") / "converted"
+    convert_to_orbax(source, folder)
+    return folder
+
+
+def test_converted_parameters_are_those_of_the_source(source: Path, converted: Path) -> None:
+    config, params, kept = load_orbax(converted)
+    expected_config, expected, expected_kept = load_hf(source)
+    assert config == expected_config
+    assert_same_parameters(params, expected)
+    assert all(isinstance(array, jax.Array) for array in jax.tree.leaves(params))
+    assert kept is not None
+    assert kept.layout == expected_kept.layout
+    assert kept.tensors.keys() == expected_kept.tensors.keys()
+
+
+def test_orbax_alone_reads_the_parameters(source: Path, converted: Path) -> None:
+    with ocp.StandardCheckpointer() as checkpointer:
+        tree = checkpointer.restore(converted / "params")
+    mixer = tree["decoder"]["groups"]["0"]["layers"]["3"]["mixer"]
+    expected = load_hf(source)[1]["decoder"]["groups"][0]["layers"][3]["mixer"]
+    assert same_bytes(np.asarray(mixer["gate_weight"]), np.asarray(expected["gate_weight"]))
+
+
+def test_b44_export_writes_the_files_of_the_source_again(
+    source: Path, converted: Path, tmp_path: Path
+) -> None:
+    export(converted, tmp_path / "out")
+    names = sorted(path.name for path in source.iterdir())
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
+    assert filecmp.cmpfiles(source, tmp_path / "out", names, shallow=False)[0] == names
+
+
+def test_b46_converting_an_export_gives_the_same_again(source: Path, converted: Path, tmp_path: Path) -> None:
+    export(converted, tmp_path / "out")
+    convert_to_orbax(tmp_path / "out", tmp_path / "again")
+    assert_same_parameters(load_orbax(tmp_path / "again", mtp=True)[1], load_orbax(converted, mtp=True)[1])
+
+
+def test_kept_mtp_head_becomes_parameters_on_request(source: Path, converted: Path, tmp_path: Path) -> None:
+    config, params, kept = load_orbax(converted, mtp=True)
+    assert_same_parameters(params, load_hf(source, mtp=True)[1])
+    assert kept is not None
+    assert not [name for name in kept.tensors if name.startswith("mtp.")]
+    # Saved as parameters, it is still exported under its own names.
+    save_orbax(params, config, tmp_path / "with_head", kept=kept)
+    assert holds_mtp(tmp_path / "with_head")
+    assert_same_parameters(load_orbax(tmp_path / "with_head", mtp=True)[1], params)
+    export(tmp_path / "with_head", tmp_path / "out")
+    expected, found = read_tensors(source), read_tensors(tmp_path / "out")
+    assert found.keys() == expected.keys()
+    assert all(same_bytes(found[name], expected[name]) for name in expected)
+
+
+def test_b22_gate_parameters_are_never_narrowed(converted: Path, source: Path) -> None:
+    _, params, _ = load_orbax(converted, parameter_dtype="float16")
+    _, exact, _ = load_hf(source)
+    for path, array in parameter_leaves(params):
+        narrow = path[-1] not in ("A_log", "dt_bias", "norm_weight")
+        assert array.dtype == (jnp.float16 if narrow else jnp.float32), path
+        if not narrow:
+            assert (np.asarray(array) == np.asarray(leaf(exact, path), np.float32)).all()
+
+
+def test_trained_parameters_without_a_source_are_saved_and_exported(tmp_path: Path, source: Path) -> None:
+    config, params, _ = load_hf(source)
+    save_orbax(params, config, tmp_path / "trained")
+    loaded_config, loaded, kept = load_orbax(tmp_path / "trained")
+    assert kept is None
+    assert loaded_config.text.mtp_num_hidden_layers == 0  # the head was not saved, so it is not announced
+    assert_same_parameters(loaded, params)
+    export_hf(loaded, loaded_config, tmp_path / "out", kept=kept)
+    assert_same_parameters(load_hf(tmp_path / "out")[1], params)
+    with pytest.raises(CheckpointError, match="holds none"):
+        load_orbax(tmp_path / "trained", mtp=True)
+
+
+def test_float64_is_saved_as_it_is(tmp_path: Path, source: Path) -> None:
+    config, params, _ = load_hf(source, to_device=False)
+    params = jax.tree.map(lambda array: array.astype(np.float64) + 1e-12, params)
+    save_orbax(params, config, tmp_path / "double")
+    assert_same_parameters(load_orbax(tmp_path / "double", to_device=False)[1], params)
+
+
+def test_checkpoint_for_another_config_is_refused_by_name(converted: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(converted, broken)
+    config = json.loads((broken / "config.json").read_text())
+    config["text_config"]["intermediate_size"] = 48
+    (broken / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"mlp\.gate_weight' has shape \[2, 44, 20\].*\[2, 48, 20\]"):
+        load_orbax(broken)
+    config["text_config"] |= {"intermediate_size": 44, "num_hidden_layers": 4}
+    config["text_config"]["layer_types"] = config["text_config"]["layer_types"][2:6]
+    (broken / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        CheckpointError, match=r"parameter 'decoder\..*(missing|has shape|belongs to no part)"
+    ):
+        load_orbax(broken)
+
+
+def test_incomplete_orbax_folder_is_refused_by_name(converted: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(converted, broken)
+    (broken / "params" / "_METADATA").unlink()
+    with pytest.raises(CheckpointError, match=r"params: is not a complete Orbax checkpoint"):
+        load_orbax(broken)
+
+
+def test_damaged_layout_is_refused_by_name(converted: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(converted, broken)
+    (broken / "source_layout.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"source_layout\.json: is damaged"):
+        load_orbax(broken)
+
+
+def test_error_in_the_middle_leaves_nothing_behind(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise ValueError("Error writing: No space left on device")  # as TensorStore says it
+
+    monkeypatch.setattr(orbax, "_save_tree", fail)
+    with pytest.raises(CheckpointError, match="the disk is full; nothing was written"):
+        convert_to_orbax(source, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_files_of_the_model_are_copied_beside(tmp_path: Path) -> None:
+    source, target = tmp_path / "a", tmp_path / "b"
+    source.mkdir()
+    target.mkdir()
+    copied = ["tokenizer.json", "chat_template.jinja", "merges.txt", "README.md", "LICENSE"]
+    for name in [*copied, "model.safetensors", "model.safetensors.index.json", "run.py", "weights.bin"]:
+        (source / name).write_text(name)
+    (source / "source_layout.json").touch()
+    staging.copy_companions(source, target)
+    assert sorted(path.name for path in target.iterdir()) == sorted(copied)
