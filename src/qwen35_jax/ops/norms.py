@@ -1,5 +1,4 @@
-"""Normalisations of the Qwen3.5 layers, with statistics and weights in float32 (float64 for float64
-inputs)."""
+"""Normalisations of the Qwen3.5 layers. Statistics and weights are in float32 (float64 for float64 inputs)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Rotary position embedding: partial, interleaved over three position axes (M-RoPE), YaRN for long
-contexts."""
+"""Rotary position embedding: partial, interleaved over three position axes (M-RoPE), stretched by YaRN."""
 
 from __future__ import annotations
 
@@ -20,17 +19,18 @@ def rotary_frequencies(
     """Radians per position of each rotated pair, and the factor on cos and sin.
 
     Args:
-      config: `rope_type` "default" gives theta^(-2i/rotary_dim); "yarn" interpolates the slow pairs by
-        `factor`.
+      config: `rope_type` "default" gives theta^(-2i/rotary_dim); "yarn" divides the slow pairs by `factor`.
       rotary_dim: rotated dimensions of a head (twice the number of pairs).
-      dtype: of the frequencies. Anything narrower than float32 is widened to float32, as phases in bfloat16
-        are off by whole turns beyond a few thousand tokens.
+      dtype: of the frequencies. Anything narrower than float32 is widened to float32, as phases from bfloat16
+        frequencies are off by whole turns beyond a few thousand tokens.
 
     Returns:
-      Frequencies, computed in float64 and rounded once, and the attention scaling (1 without YaRN).
+      Frequencies and the attention scaling (1 without YaRN). The powers of theta are rounded to `dtype` before
+      they are inverted: in float32 that gives transformers' frequencies bit for bit, and phases grow with the
+      position, so that one bit would show.
 
     Raises:
-      ConfigError: unknown rope_type, odd rotary_dim, or a YaRN field that is missing.
+      ConfigError: odd rotary_dim.
 
     Source: Su et al., "RoFormer" (2021), section 3.2; Peng et al., "YaRN" (2023), sections 3.2 to 3.4.
     """
@@ -39,30 +39,21 @@ def rotary_frequencies(
             f"partial_rotary_factor: gives {rotary_dim} rotated dimensions, expected an even number above 0"
         )
     half = rotary_dim // 2
-    inv_freq = config.rope_theta ** (-np.arange(half, dtype=np.float64) / half)
-    scaling = 1.0
-    if config.rope_type == "yarn":
-        inv_freq, scaling = _yarn(config, rotary_dim, inv_freq)
-    elif config.rope_type != "default":
-        raise ConfigError(f"rope_type: found {config.rope_type!r}, expected 'default' or 'yarn'")
-    return jnp.asarray(inv_freq, jnp.promote_types(dtype, jnp.float32)), scaling
+    wide = np.dtype(jnp.promote_types(dtype, jnp.float32))
+    positions_per_radian = (config.rope_theta ** (np.arange(half) / half)).astype(wide)
+    inv_freq = 1 / positions_per_radian
+    if config.rope_type == "default":
+        return jnp.asarray(inv_freq), 1.0
+    slowed = _yarn_share(config, rotary_dim).astype(wide)
+    assert config.factor is not None  # RopeConfig sees to it
+    stretched = 1 / (wide.type(config.factor) * positions_per_radian)
+    return jnp.asarray(stretched * slowed + inv_freq * (1 - slowed)), _yarn_scaling(config, config.factor)
 
 
-def _yarn(
-    config: RopeConfig, rotary_dim: int, inv_freq: Float[np.ndarray, "rotary_half"]
-) -> tuple[Float[np.ndarray, "rotary_half"], float]:
-    """Pairs that turn often in the original context keep their frequency, slow ones are divided by
-    `factor`."""
-    factor, original = config.factor, config.original_max_position_embeddings
-    if factor is None or factor <= 0:
-        raise ConfigError(
-            f"rope_parameters.factor: found {factor}, expected a number above 0 with rope_type 'yarn'"
-        )
-    if original is None or original <= 0:
-        raise ConfigError(
-            f"rope_parameters.original_max_position_embeddings: found {original}, expected the context length "
-            "the model was trained with"
-        )
+def _yarn_share(config: RopeConfig, rotary_dim: int) -> Float[np.ndarray, "rotary_half"]:
+    """How far each pair is stretched: 0 for those that turn often in the original context, 1 for slow ones."""
+    assert config.original_max_position_embeddings is not None  # RopeConfig sees to it
+    original = config.original_max_position_embeddings
 
     def pair_turning(turns: float) -> float:
         """Index of the pair, as a real number, that makes so many turns over the original context."""
@@ -74,17 +65,20 @@ def _yarn(
     low, high = max(low, 0), min(high, rotary_dim - 1)
     if low == high:
         high += 0.001
-    interpolated = np.clip((np.arange(len(inv_freq)) - low) / (high - low), 0, 1)
-    inv_freq = inv_freq / factor * interpolated + inv_freq * (1 - interpolated)
+    return np.clip((np.arange(rotary_dim // 2) - low) / (high - low), 0, 1)
+
+
+def _yarn_scaling(config: RopeConfig, factor: float) -> float:
+    """Factor on cos and sin that makes up for the flatter attention over a stretched context."""
 
     def gain(mscale: float) -> float:
         return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
 
     if config.attention_factor is not None:
-        return inv_freq, config.attention_factor
+        return config.attention_factor
     if config.mscale and config.mscale_all_dim:
-        return inv_freq, gain(config.mscale) / gain(config.mscale_all_dim)
-    return inv_freq, gain(1.0)
+        return gain(config.mscale) / gain(config.mscale_all_dim)
+    return gain(1.0)
 
 
 def rotary_cos_sin(
@@ -119,8 +113,7 @@ def apply_rotary(
     cos: Float[Array, "batch time rotary_half"],
     sin: Float[Array, "batch time rotary_half"],
 ) -> Float[Array, "batch time heads head_dim"]:
-    """Rotates the pairs (i, i + rotary_half) of the leading 2 * rotary_half dimensions; the rest is
-    untouched.
+    """Rotates the pairs (i, i + rotary_half) of the leading 2 * rotary_half dimensions, leaves the rest.
 
     Computed in at least float32 and returned in the dtype of `x`.
     """
@@ -128,6 +121,7 @@ def apply_rotary(
     if 2 * half > x.shape[-1]:
         raise ValueError(f"cos: {half} pairs need a head_dim of at least {2 * half}, found {x.shape[-1]}")
     first, second, rest = jnp.split(x, [half, 2 * half], axis=-1)
-    cos, sin = cos[:, :, None], sin[:, :, None]
+    wide = jnp.promote_types(jnp.promote_types(x.dtype, cos.dtype), jnp.float32)
+    cos, sin = cos[:, :, None].astype(wide), sin[:, :, None].astype(wide)
     turned = [first * cos - second * sin, second * cos + first * sin]
     return jnp.concatenate([part.astype(x.dtype) for part in turned] + [rest], axis=-1)
