@@ -20,7 +20,8 @@ def enable_compilation_cache() -> Path | None:
       The folder, `$XDG_CACHE_HOME/qwen35-jax/xla/<machine>` or that below `~/.cache`; None where nothing was
       changed.
     """
-    if jax.config.read("jax_compilation_cache_dir") or not jax.config.read("jax_enable_compilation_cache"):
+    values = jax.config.values
+    if values["jax_compilation_cache_dir"] or not values["jax_enable_compilation_cache"]:
         return None
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = base / "qwen35-jax" / "xla" / _machine()

@@ -1,0 +1,82 @@
+"""A tiny model with every size different, and a tokenizer for it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import tokenizers
+from flax import nnx
+from tokenizers import decoders, models, pre_tokenizers
+
+from qwen35_jax.config import ModelConfig, RopeConfig, TextConfig
+from qwen35_jax.inference.tokenizer import Tokenizer
+from qwen35_jax.model import init_model
+
+VOCABULARY = 97
+CONTEXT = 700
+
+
+@dataclasses.dataclass(frozen=True)
+class TinyModel:
+    """What `generate` asks of a loaded model."""
+
+    config: ModelConfig
+    graphdef: nnx.GraphDef
+    params: dict[str, Any]
+    folder: Path | None = None
+
+
+def tiny_config() -> ModelConfig:
+    return ModelConfig(
+        text=TextConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=64,
+            intermediate_size=80,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=16,
+            linear_value_head_dim=12,
+            layer_types=("linear_attention",) * 3 + ("full_attention",),
+            max_position_embeddings=CONTEXT,
+            initializer_range=0.2,
+            rope=RopeConfig(mrope_section=(2, 1, 1)),
+            pad_token_id=9,
+        ),
+        tie_word_embeddings=True,
+    )
+
+
+def tiny_model() -> TinyModel:
+    """Random weights, with a decay so weak that what a row has read stays in its state."""
+    config = tiny_config()
+    graphdef, params = init_model(config, seed=0, parameter_dtype=jnp.float32, dtype=jnp.float32)
+
+    def weaken(path: tuple[Any, ...], value: jax.Array) -> jax.Array:
+        return jnp.full_like(value, -4.0) if path[-1].key == "A_log" else value
+
+    return TinyModel(config, graphdef, jax.tree_util.tree_map_with_path(weaken, params))
+
+
+def byte_symbols() -> dict[int, str]:
+    """The printable character by which byte-level vocabularies write each byte."""
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return {byte: chr(byte) for byte in visible} | {byte: chr(256 + i) for i, byte in enumerate(hidden)}
+
+
+def ascii_tokenizer() -> Tokenizer:
+    """Ids 0 to 94 are the printable characters, 95 is `<|im_end|>`; the model's row 96 has no token."""
+    symbols = byte_symbols()
+    backend = tokenizers.Tokenizer(models.BPE({symbols[32 + i]: i for i in range(95)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([tokenizers.AddedToken("<|im_end|>", special=True, normalized=False)])
+    return Tokenizer(backend, {"eos_token": "<|im_end|>"})
