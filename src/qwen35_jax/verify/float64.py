@@ -62,3 +62,14 @@ def recompute_rotary_frequencies(model: torch.nn.Module) -> None:
             module.inv_freq.data = frequencies
             module.original_inv_freq.data = frequencies.clone()
             module.attention_scaling = scaling
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Within this context PyTorch uses one thread: on narrow models its threads cost more than they save."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import (
     DynamicCache,
     Qwen3_5Config,
@@ -121,6 +122,28 @@ def random_mtp(model: ReferenceModel, seed: int) -> tuple[MtpModel, dict[str, to
     return head, weights
 
 
+def write_checkpoint(model: ReferenceModel, folder: Path) -> None:
+    """Write a model with drawn weights as a folder in Hugging Face layout.
+
+    The tensors are stored in bfloat16, which holds the values of `draw_weights` exactly.
+
+    Raises:
+        ValueError: a weight is no bfloat16 number, so that the file would hold another model.
+    """
+    tied = set(model.all_tied_weights_keys)
+    weights = {}
+    for name, value in model.state_dict().items():
+        if name in tied:
+            continue
+        stored = value.to(torch.bfloat16).contiguous()
+        if not torch.equal(stored.to(value.dtype), value):
+            raise ValueError(f"{name}: found weights that bfloat16 cannot hold, expected those of draw_weights")
+        weights[name] = stored
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    model.config.save_pretrained(folder)
+
+
 def text_model(model: ReferenceModel) -> torch.nn.Module:
     """The decoder of a text or vision-language model: the module that has `embed_tokens`, `layers` and `norm`."""
     return model.get_decoder()
@@ -140,4 +163,5 @@ __all__ = [
     "random_mtp",
     "random_reference",
     "text_model",
+    "write_checkpoint",
 ]

@@ -1,0 +1,254 @@
+"""Runs both implementations over the same tokens, in the three ways a model is used, and collects the errors.
+
+A sequence is consumed as one prefill, as prefills in several pieces, and token by token behind each of them. Along
+the way every node of ours is fed with what the reference fed to its own (`nodes.py`), and beside that our whole model
+runs by itself, from tokens to logits, carrying its own cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from qwen35_jax.cache import Cache, DeltaNetCache, init_cache
+from qwen35_jax.checkpoint.hf import load_hf
+from qwen35_jax.config import ModelConfig
+from qwen35_jax.layer_groups import layer_locations
+from qwen35_jax.model import Parameters, abstract_model, decode_step, forward, prefill
+from qwen35_jax.verify.capture import CallRecord, record_call
+from qwen35_jax.verify.nodes import (
+    NODES,
+    layer_errors,
+    layer_graphdef,
+    outside_errors,
+    pad_past,
+)
+from qwen35_jax.verify.reference import (
+    ReferenceModel,
+    float64_arithmetic,
+    load_reference,
+    new_cache,
+    random_reference,
+    write_checkpoint,
+)
+
+BATCH = 2
+DECODED = 2
+
+# Prefill lengths, and how each is cut. 66 tokens pass the delta rule's chunk of 64, a piece of 3 is shorter than the
+# convolution, and few different pieces serve all cuts, so that few programs are compiled.
+CUTS: dict[int, tuple[tuple[int, ...], ...]] = {
+    24: ((24,), (21, 3), (3, 21)),
+    66: ((66,), (24, 21, 21), (3, 21, 21, 21)),
+}
+CAPACITY = max(CUTS) + DECODED
+
+Progress = Callable[[str], None]
+
+
+@dataclasses.dataclass
+class Errors:
+    """Worst relative errors over everything that was compared.
+
+    Attributes:
+        nodes: by node name, each fed with the reference's inputs, worst over layers and calls.
+        layers: by kind, a whole layer fed with the reference's input and cache.
+        end_to_end: of our model run by itself: `forward`, `prefill`, `chunked_prefill`, `decode` (logits) and
+            `cache` (every layer's memory at the end).
+    """
+
+    nodes: dict[str, float] = dataclasses.field(default_factory=dict)
+    layers: dict[str, float] = dataclasses.field(default_factory=dict)
+    end_to_end: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def merge(self, other: Errors) -> None:
+        """Take over what is worse in `other`."""
+        for mine, theirs in (
+            (self.nodes, other.nodes),
+            (self.layers, other.layers),
+            (self.end_to_end, other.end_to_end),
+        ):
+            for name, value in theirs.items():
+                _note(mine, name, value)
+
+    @property
+    def worst_node(self) -> float:
+        return float(np.max(list(self.nodes.values())))  # NaN wins, unlike in max()
+
+    @property
+    def worst_end_to_end(self) -> float:
+        return float(np.max(list(self.end_to_end.values())))
+
+
+def _note(worst: dict[str, float], name: str, value: Any) -> None:
+    worst[name] = float(np.maximum(worst.get(name, 0.0), float(value)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """The same weights in both implementations."""
+
+    reference: ReferenceModel
+    config: ModelConfig
+    graphdef: nnx.GraphDef
+    parameters: Parameters
+    dtype: jnp.dtype
+
+
+def random_pair(hf_config: dict[str, Any], seed: int, dtype: jnp.dtype) -> Pair:
+    """A reference with random weights, and ours loaded from the checkpoint that it writes."""
+    with float64_arithmetic(), tempfile.TemporaryDirectory() as folder:
+        reference = random_reference(hf_config, seed)
+        write_checkpoint(reference, Path(folder))
+        return _load_ours(reference, Path(folder), dtype)
+
+
+def checkpoint_pair(folder: Path, dtype: jnp.dtype) -> Pair:
+    """A checkpoint folder loaded by both.
+
+    Raises:
+        CheckpointError, ConfigError: ours refuses it.
+    """
+    ModelConfig.from_hf(folder)  # our one-line complaint comes before the reference's traceback
+    with float64_arithmetic():
+        return _load_ours(load_reference(folder), folder, dtype)
+
+
+def _load_ours(reference: ReferenceModel, folder: Path, dtype: jnp.dtype) -> Pair:
+    parameter_dtype = None if dtype == jnp.bfloat16 else dtype
+    config, parameters, _ = load_hf(folder, parameter_dtype=parameter_dtype)
+    graphdef, _ = abstract_model(config, parameter_dtype=dtype, dtype=dtype)
+    return Pair(reference, config, graphdef, parameters, dtype)
+
+
+def compare(
+    pair: Pair,
+    *,
+    seed: int,
+    lengths: Sequence[int] = tuple(CUTS),
+    progress: Progress = lambda line: None,
+) -> Errors:
+    """Compare a pair of models over random tokens.
+
+    Args:
+        pair: the models.
+        seed: of the tokens.
+        lengths: keys of `CUTS`.
+        progress: told what begins.
+    """
+    errors = Errors()
+    draw = np.random.default_rng(seed)
+    for length in lengths:
+        tokens = draw.integers(0, pair.config.text.vocab_size, (BATCH, length + DECODED))
+        for pieces in CUTS[length]:
+            cut = "one prefill" if len(pieces) == 1 else f"prefill of {' + '.join(map(str, pieces))}"
+            progress(f"{length} tokens: {cut}, {DECODED} decoded")
+            errors.merge(_compare_sequence(pair, tokens, pieces))
+    return errors
+
+
+def _compare_sequence(pair: Pair, tokens: np.ndarray, pieces: Sequence[int]) -> Errors:
+    errors = Errors()
+    phase = "prefill" if len(pieces) == 1 else "chunked_prefill"
+    reference_cache = new_cache(pair.reference)
+    cache = init_cache(pair.config.text, batch=len(tokens), capacity=CAPACITY, dtype=pair.dtype)
+    start, record = 0, None
+    for size in (*pieces, *[1] * DECODED):
+        piece = tokens[:, start : start + size]
+        with float64_arithmetic():
+            record = record_call(pair.reference, piece, reference_cache)
+        errors.merge(_node_errors(pair, record, start))
+        if start < sum(pieces):
+            logits, cache = prefill(pair.graphdef, pair.parameters, piece, cache)
+        else:
+            phase = "decode"
+            logits, cache = decode_step(pair.graphdef, pair.parameters, piece[:, 0], cache)
+        _note(errors.end_to_end, phase, _relative_error(logits, record.logits[:, -1]))
+        if phase == "prefill":
+            logits = _forward(pair.graphdef, pair.parameters, piece)
+            _note(errors.end_to_end, "forward", _relative_error(logits, record.logits))
+        start += size
+    assert record is not None
+    _note(errors.end_to_end, "cache", _cache_error(pair.config, cache, record))
+    return errors
+
+
+_forward = jax.jit(
+    lambda graphdef, parameters, tokens: forward(graphdef, parameters, tokens, rematerialize=False),
+    static_argnums=0,
+)
+
+
+def _node_errors(pair: Pair, record: CallRecord, past: int) -> Errors:
+    """Every node of one call of the reference, against ours."""
+    found = []
+    graphdefs = {kind: layer_graphdef(pair.config.text, kind) for kind in set(record.kinds)}
+    past_lengths = np.full(len(record.tokens), past, np.int32)
+    for kind, values, at in zip(
+        record.kinds, record.layers, layer_locations(pair.config.text), strict=True
+    ):
+        errors = layer_errors(
+            graphdefs[kind],
+            pair.parameters["decoder"]["groups"][at.group]["layers"][at.position],
+            at.repeat,
+            pad_past(values, CAPACITY),
+            past_lengths,
+            dtype=pair.dtype,
+        )
+        found.append((kind, errors))
+    attention = next((layer for layer in record.layers if "cos" in layer), None)
+    outside = {name: getattr(record, name) for name in ("tokens", "embed", "final_norm_in", "final_norm", "logits")}
+    if attention is not None:
+        outside |= {"cos": attention["cos"], "sin": attention["sin"]}
+    positions = past + np.broadcast_to(np.arange(record.tokens.shape[1]), record.tokens.shape)
+    found.append(("", outside_errors(pair.graphdef, pair.parameters, outside, positions)))
+
+    worst = Errors()
+    for kind, errors in jax.device_get(found):
+        for name, value in errors.items():
+            if name == "layer":
+                _note(worst.layers, kind, value)
+            else:
+                _note(worst.nodes, name, value)
+    worst.nodes = {name: worst.nodes[name] for name in NODES if name in worst.nodes}
+    return worst
+
+
+def _cache_error(config: ModelConfig, cache: Cache, record: CallRecord) -> float:
+    """Ours, carried through all calls, against the reference's after its last one."""
+    groups = jax.device_get(cache.groups)
+    worst = 0.0
+    for values, at in zip(record.layers, layer_locations(config.text), strict=True):
+        layer = groups[at.group][at.position]
+        if isinstance(layer, DeltaNetCache):
+            pairs = [
+                (layer.window_q, values["new_window_q"]),
+                (layer.window_k, values["new_window_k"]),
+                (layer.window_v, values["new_window_v"]),
+                (layer.state, values["new_state"]),
+            ]
+        else:
+            key = np.concatenate([values["past_k"], values["k_rope"]], axis=1)
+            value = np.concatenate([values["past_v"], values["v_proj"]], axis=1)
+            used = key.shape[1]
+            pairs = [(layer.key[:, :, :used], key), (layer.value[:, :, :used], value)]
+        for ours, theirs in pairs:
+            worst = float(np.maximum(worst, _relative_error(ours[at.repeat], theirs)))
+    return worst
+
+
+def _relative_error(ours: Any, reference: np.ndarray) -> float:
+    """As `nodes.relative_error`, on the host: an eager JAX operation would be compiled for every shape."""
+    ours = np.asarray(ours, np.float64)
+    if ours.shape != reference.shape:
+        raise ValueError(f"shape: found {ours.shape}, the reference has {reference.shape}")
+    scale = np.abs(reference).max()
+    return float(np.abs(ours - reference).max() / (scale if scale > 0 else 1.0))
