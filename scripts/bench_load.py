@@ -1,0 +1,137 @@
+#!/usr/bin/env python
+"""How long a checkpoint takes to load, beside the time to read its files: the ratio, measured in one run.
+
+Reading means bringing the bytes of the weight files to memory. For comparison the files are also streamed
+through one small buffer, which needs no memory for what was read and is the least that any reader can take.
+By default a checkpoint of the 0.8B shape with random weights (1.5 GB) is written to a temporary folder first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from qwen35_jax.checkpoint.export import without_mtp
+from qwen35_jax.checkpoint.hf import load_hf
+from qwen35_jax.checkpoint.index import open_weight_files
+from qwen35_jax.checkpoint.safetensors_file import TensorToWrite, make_header, write_safetensors
+from qwen35_jax.checkpoint.tensor_table import SPELLINGS, bound_tensors
+from qwen35_jax.config import ModelConfig
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, help="a folder in Hugging Face layout, instead of a random one")
+    parser.add_argument(
+        "--config", default="qwen3.5-0.8b", help="shape of the random one, a name in configs/"
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--cold", action="store_true", help="drop the files from the page cache before each reading"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = args.model or write_random(Path(scratch), CONFIGS / f"{args.config}.json")
+        report(args, measure(folder, rounds=args.rounds, cold=args.cold))
+
+
+def write_random(folder: Path, config_file: Path) -> Path:
+    """A bfloat16 checkpoint of the text model that a config describes."""
+    config = without_mtp(ModelConfig.from_hf(config_file))
+    (folder / "config.json").write_text(json.dumps(config.to_hf()))
+    block = np.random.default_rng(0).integers(0x3C00, 0x3C80, size=1 << 24, dtype=np.uint16)
+    tensors = []
+    for tensor in bound_tensors(config, SPELLINGS[0], mtp=False, lm_head=False):
+        values = lambda shape=tensor.shape: np.resize(block, shape).view(ml_dtypes.bfloat16)  # noqa: E731
+        tensors.append(TensorToWrite(tensor.name, np.dtype(ml_dtypes.bfloat16), tensor.shape, values))
+    header = make_header(tensors, {"format": "pt"})
+    write_safetensors(folder / "model.safetensors", tensors, header, advance=lambda count: None)
+    return folder
+
+
+def measure(folder: Path, *, rounds: int, cold: bool) -> dict[str, Any]:
+    """Seconds to read and to load, in turns, so that both see the machine in the same state."""
+    weights = open_weight_files(folder)
+    files = [folder / name for name in weights.files]
+
+    buffer = memoryview(bytearray(16 << 20))
+
+    def read() -> object:
+        return [file.read_bytes() for file in files]
+
+    def stream() -> None:
+        for file in files:
+            with open(file, "rb", buffering=0) as opened:
+                while opened.readinto(buffer):
+                    pass
+
+    def load() -> object:
+        return jax.block_until_ready(load_hf(folder)[1])
+
+    load()  # starts JAX and, unless cold, warms the page cache
+    tasks: dict[str, Callable[[], object]] = {"stream": stream, "read": read, "load": load}
+    seconds: dict[str, list[float]] = {name: [] for name in tasks}
+    for _ in range(rounds):
+        for name, task in tasks.items():
+            if cold:
+                forget(files)
+            seconds[name].append(timed(task))
+    ratios = [load / read for load, read in zip(seconds["load"], seconds["read"], strict=True)]
+    medians = {f"{name}_seconds": statistics.median(found) for name, found in seconds.items()}
+    return {
+        "bytes": weights.nbytes,
+        "cold": cold,
+        **medians,
+        "ratio": statistics.median(ratios),
+        "spread": [min(ratios), max(ratios)],
+        "ratio_to_stream": medians["load_seconds"] / medians["stream_seconds"],
+    }
+
+
+def timed(task: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    result = task()
+    elapsed = time.perf_counter() - start
+    del result  # freeing memory is not part of either
+    return elapsed
+
+
+def forget(files: list[Path]) -> None:
+    """Drop files from the page cache."""
+    for file in files:
+        handle = os.open(file, os.O_RDONLY)
+        os.fsync(handle)
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(handle)
+
+
+def report(args: argparse.Namespace, found: dict[str, Any]) -> None:
+    if args.json:
+        print(json.dumps(found))
+        return
+    low, high = found["spread"]
+    print(f"checkpoint of {found['bytes'] / 1e9:.2f} GB, {'cold' if args.cold else 'warm'} page cache")
+    print(f"read {found['read_seconds']:.2f} s, load {found['load_seconds']:.2f} s")
+    print(f"ratio {found['ratio']:.2f} (from {low:.2f} to {high:.2f} in {args.rounds} rounds)")
+    print(
+        f"streamed through one buffer {found['stream_seconds']:.2f} s, ratio {found['ratio_to_stream']:.2f}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
