@@ -146,8 +146,7 @@ def advance(
 
     return Cache(
         groups=tuple(
-            tuple(map(next_layer, olds, news))
-            for olds, news in zip(cache.groups, updates, strict=True)
+            tuple(map(next_layer, olds, news)) for olds, news in zip(cache.groups, updates, strict=True)
         ),
         lengths=cache.lengths + real.sum(axis=1, dtype=cache.lengths.dtype),
         capacity=cache.capacity,

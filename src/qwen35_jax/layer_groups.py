@@ -50,9 +50,7 @@ def shortest_grouping(layer_types: tuple[LayerKind, ...]) -> tuple[LayerGroup, .
             end, repeats = start + length, 1
             while True:
                 written, groups, rest = best[end]
-                candidates.append(
-                    (written + length, groups + 1, (LayerGroup(pattern, repeats), *rest))
-                )
+                candidates.append((written + length, groups + 1, (LayerGroup(pattern, repeats), *rest)))
                 if layer_types[end : end + length] != pattern:
                     break
                 end, repeats = end + length, repeats + 1

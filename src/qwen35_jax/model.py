@@ -21,7 +21,7 @@ from qwen35_jax.nn.context import TokenContext
 from qwen35_jax.nn.decoder import Decoder
 from qwen35_jax.nn.mtp import MultiTokenPrediction
 from qwen35_jax.nn.norm import RMSNorm
-from qwen35_jax.nn.parameter import compute_dtype_for_state, normal, parameter
+from qwen35_jax.nn.parameter import Keys, compute_dtype_for_state, key_stream, normal, parameter
 from qwen35_jax.ops.rope import rotary_cos_sin, rotary_frequencies
 from qwen35_jax.ops.segments import positions as segment_positions
 
@@ -34,9 +34,9 @@ Positions = Int[Array, "batch time"] | Int[Array, "3 batch time"]
 class Embedding(nnx.Module):
     """A vector per token; also the output head, whose rows are the vectors to compare with."""
 
-    def __init__(self, config: TextConfig, *, parameter_dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, config: TextConfig, *, parameter_dtype: DTypeLike, keys: Keys):
         axes = {"vocab": config.vocab_size, "embed": config.hidden_size}
-        self.weight = parameter(rngs, normal(config.initializer_range), axes, parameter_dtype)
+        self.weight = parameter(keys, normal(config.initializer_range), axes, parameter_dtype)
 
     def lookup(self, tokens: Tokens, dtype: DTypeLike) -> Hidden:
         return self.weight[...][tokens].astype(dtype)
@@ -69,9 +69,9 @@ class TextModel(nnx.Module):
         parameter_dtype: DTypeLike,
         dtype: DTypeLike,
         mtp: bool,
-        rngs: nnx.Rngs,
+        keys: Keys,
     ):
-        made_with = {"parameter_dtype": parameter_dtype, "rngs": rngs}
+        made_with = {"parameter_dtype": parameter_dtype, "keys": keys}
         self.embed_tokens = Embedding(config, **made_with)
         self.decoder = Decoder(config, **made_with)
         self.final_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, **made_with)
@@ -165,7 +165,7 @@ class TextModel(nnx.Module):
 
 
 def _text_model(
-    config: ModelConfig, parameter_dtype: DTypeLike, dtype: DTypeLike, mtp: bool, rngs: nnx.Rngs
+    config: ModelConfig, parameter_dtype: DTypeLike, dtype: DTypeLike, mtp: bool, keys: Keys
 ) -> TextModel:
     return TextModel(
         config.text,
@@ -173,7 +173,7 @@ def _text_model(
         parameter_dtype=parameter_dtype,
         dtype=dtype,
         mtp=mtp,
-        rngs=rngs,
+        keys=keys,
     )
 
 
@@ -188,10 +188,7 @@ def abstract_model(
         dtype: compute dtype, see `TextModel`.
         mtp: with the multi-token-prediction head.
     """
-    model = nnx.eval_shape(
-        lambda: _text_model(config, parameter_dtype, dtype, mtp, nnx.Rngs(0))
-    )
-    graphdef, state = nnx.split(model)
+    graphdef, state = nnx.split(_text_model(config, parameter_dtype, dtype, mtp, keys=None))
     return graphdef, nnx.to_pure_dict(state)
 
 
@@ -208,7 +205,7 @@ def init_model(
 
     @jax.jit
     def draw(key: jax.Array) -> Parameters:
-        model = _text_model(config, parameter_dtype, dtype, mtp, nnx.Rngs(key))
+        model = _text_model(config, parameter_dtype, dtype, mtp, key_stream(key))
         return nnx.to_pure_dict(nnx.state(model))
 
     return graphdef, draw(jax.random.key(seed))
@@ -228,9 +225,7 @@ def forward(
     Pure and not jitted: call it inside your own `jax.jit`. See `TextModel.__call__` for the arguments.
     """
     model = nnx.merge(graphdef, parameters)
-    hidden, _ = model(
-        tokens, positions=positions, segment_ids=segment_ids, rematerialize=rematerialize
-    )
+    hidden, _ = model(tokens, positions=positions, segment_ids=segment_ids, rematerialize=rematerialize)
     return model.logits(hidden)
 
 

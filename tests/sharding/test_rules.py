@@ -38,9 +38,7 @@ CONFIG = ModelConfig(
 
 
 def test_every_parameter_names_as_many_axes_as_it_has():
-    graphdef, parameters = abstract_model(
-        CONFIG, parameter_dtype=jnp.float32, dtype=jnp.float32, mtp=True
-    )
+    graphdef, parameters = abstract_model(CONFIG, parameter_dtype=jnp.float32, dtype=jnp.float32, mtp=True)
     axes = parameter_axes(graphdef, parameters)
     counts = jax.tree.map(
         lambda logical, array: (len(logical.names), array.ndim),

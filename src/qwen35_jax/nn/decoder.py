@@ -20,6 +20,7 @@ from qwen35_jax.nn.gated_attention import GatedAttention
 from qwen35_jax.nn.gated_delta_net import GatedDeltaNet
 from qwen35_jax.nn.mlp import MLP
 from qwen35_jax.nn.norm import RMSNorm
+from qwen35_jax.nn.parameter import Keys, key_stream
 
 Hidden = Float[Array, "batch time embed"]
 
@@ -30,27 +31,25 @@ class DecoderLayer(nnx.Module):
     Source: `Qwen3_5DecoderLayer` of the reference implementation.
     """
 
-    def __init__(
-        self, config: TextConfig, kind: LayerKind, *, parameter_dtype: DTypeLike, rngs: nnx.Rngs
-    ):
+    def __init__(self, config: TextConfig, kind: LayerKind, *, parameter_dtype: DTypeLike, keys: Keys):
         def norm() -> RMSNorm:
             return RMSNorm(
                 config.hidden_size,
                 eps=config.rms_norm_eps,
                 parameter_dtype=parameter_dtype,
-                rngs=rngs,
+                keys=keys,
             )
 
         mixer = GatedDeltaNet if kind == "linear_attention" else GatedAttention
         self.input_norm = norm()
-        self.mixer = mixer(config, parameter_dtype=parameter_dtype, rngs=rngs)
+        self.mixer = mixer(config, parameter_dtype=parameter_dtype, keys=keys)
         self.post_attn_norm = norm()
         self.mlp = MLP(
             config.hidden_size,
             config.intermediate_size,
             initializer_range=config.initializer_range,
             parameter_dtype=parameter_dtype,
-            rngs=rngs,
+            keys=keys,
         )
 
     def __call__(
@@ -79,11 +78,10 @@ class Motif(nnx.Module):
         pattern: tuple[LayerKind, ...],
         *,
         parameter_dtype: DTypeLike,
-        rngs: nnx.Rngs,
+        keys: Keys,
     ):
         self.layers = nnx.List(
-            DecoderLayer(config, kind, parameter_dtype=parameter_dtype, rngs=rngs)
-            for kind in pattern
+            DecoderLayer(config, kind, parameter_dtype=parameter_dtype, keys=keys) for kind in pattern
         )
 
     def __call__(
@@ -99,14 +97,14 @@ class Motif(nnx.Module):
 class Decoder(nnx.Module):
     """All layers. `groups` holds one motif per layer group, its parameters stacked over the repeats."""
 
-    def __init__(self, config: TextConfig, *, parameter_dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, config: TextConfig, *, parameter_dtype: DTypeLike, keys: Keys):
         self.groups = nnx.List(
             _stack(
-                lambda rngs, pattern=group.pattern: Motif(
-                    config, pattern, parameter_dtype=parameter_dtype, rngs=rngs
+                lambda keys, pattern=group.pattern: Motif(
+                    config, pattern, parameter_dtype=parameter_dtype, keys=keys
                 ),
                 group.repeats,
-                rngs,
+                keys,
             )
             for group in layer_groups(config)
         )
@@ -137,18 +135,19 @@ class Decoder(nnx.Module):
                 return x, None if caches is None else updates
 
             body = jax.checkpoint(run_motif, prevent_cse=False) if rematerialize else run_motif
-            x, update = jax.lax.scan(
-                body, x, (parameters, None if caches is None else caches[index])
-            )
+            x, update = jax.lax.scan(body, x, (parameters, None if caches is None else caches[index]))
             updates.append(update)
         return x, None if caches is None else tuple(updates)
 
 
-def _stack(make: Callable[[nnx.Rngs], nnx.Module], repeats: int, rngs: nnx.Rngs) -> nnx.Module:
+def _stack(make: Callable[[Keys], nnx.Module], repeats: int, keys: Keys) -> nnx.Module:
     """A module whose parameters are those of `repeats` independent ones, stacked on a leading axis."""
-    graphdef = nnx.graphdef(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
-    keys = jax.random.split(rngs.params(), repeats)
-    stacked = jax.vmap(lambda key: nnx.state(make(nnx.Rngs(key))))(keys)
+    graphdef, shapes = nnx.split(make(None))
+    if keys is None:
+        stacked = jax.tree.map(lambda one: jax.ShapeDtypeStruct((repeats, *one.shape), one.dtype), shapes)
+    else:
+        drawn_from = jax.random.split(next(keys), repeats)
+        stacked = jax.vmap(lambda key: nnx.state(make(key_stream(key))))(drawn_from)
     stacked = jax.tree.map(
         lambda variable: variable.replace(axes=("repeats", *variable.axes)),
         stacked,

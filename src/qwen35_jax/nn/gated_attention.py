@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from qwen35_jax.cache import AttentionCache
 from qwen35_jax.config import TextConfig
 from qwen35_jax.nn.context import TokenContext
-from qwen35_jax.nn.parameter import normal, parameter, zeros
+from qwen35_jax.nn.parameter import Keys, normal, parameter, zeros
 from qwen35_jax.nn.projection import merge_heads, project
 from qwen35_jax.ops.attention import attention
 from qwen35_jax.ops.norms import rms_norm
@@ -27,27 +27,27 @@ class GatedAttention(nnx.Module):
     query and then those of the gate; here they are two parameters.
     """
 
-    def __init__(self, config: TextConfig, *, parameter_dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, config: TextConfig, *, parameter_dtype: DTypeLike, keys: Keys):
         embed = {"embed": config.hidden_size}
         head_dim = {"head_dim": config.head_dim}
-        queries = {"heads": config.num_attention_heads} | head_dim
-        keys = {"kv_heads": config.num_key_value_heads} | head_dim
+        per_query = {"heads": config.num_attention_heads} | head_dim
+        per_key = {"kv_heads": config.num_key_value_heads} | head_dim
         init = normal(config.initializer_range)
 
-        self.q_weight = parameter(rngs, init, queries | embed, parameter_dtype)
-        self.gate_weight = parameter(rngs, init, queries | embed, parameter_dtype)
-        self.k_weight = parameter(rngs, init, keys | embed, parameter_dtype)
-        self.v_weight = parameter(rngs, init, keys | embed, parameter_dtype)
-        self.q_norm_weight = parameter(rngs, zeros, head_dim, parameter_dtype)
-        self.k_norm_weight = parameter(rngs, zeros, head_dim, parameter_dtype)
-        self.o_weight = parameter(rngs, init, embed | queries, parameter_dtype)
+        self.q_weight = parameter(keys, init, per_query | embed, parameter_dtype)
+        self.gate_weight = parameter(keys, init, per_query | embed, parameter_dtype)
+        self.k_weight = parameter(keys, init, per_key | embed, parameter_dtype)
+        self.v_weight = parameter(keys, init, per_key | embed, parameter_dtype)
+        self.q_norm_weight = parameter(keys, zeros, head_dim, parameter_dtype)
+        self.k_norm_weight = parameter(keys, zeros, head_dim, parameter_dtype)
+        self.o_weight = parameter(keys, init, embed | per_query, parameter_dtype)
         self.has_bias = config.attention_bias
         if config.attention_bias:
-            self.q_bias = parameter(rngs, zeros, queries, parameter_dtype)
-            self.gate_bias = parameter(rngs, zeros, queries, parameter_dtype)
-            self.k_bias = parameter(rngs, zeros, keys, parameter_dtype)
-            self.v_bias = parameter(rngs, zeros, keys, parameter_dtype)
-            self.o_bias = parameter(rngs, zeros, embed, parameter_dtype)
+            self.q_bias = parameter(keys, zeros, per_query, parameter_dtype)
+            self.gate_bias = parameter(keys, zeros, per_query, parameter_dtype)
+            self.k_bias = parameter(keys, zeros, per_key, parameter_dtype)
+            self.v_bias = parameter(keys, zeros, per_key, parameter_dtype)
+            self.o_bias = parameter(keys, zeros, embed, parameter_dtype)
         self.eps = config.rms_norm_eps
 
     def __call__(

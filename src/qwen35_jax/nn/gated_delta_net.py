@@ -15,15 +15,14 @@ from jaxtyping import Array, Float, Int
 from qwen35_jax.cache import DeltaNetCache
 from qwen35_jax.config import TextConfig
 from qwen35_jax.nn.context import TokenContext
-from qwen35_jax.nn.parameter import compute_dtype_for_state, normal, ones, parameter
+from qwen35_jax.nn.parameter import Keys, compute_dtype_for_state, normal, ones, parameter
 from qwen35_jax.nn.projection import merge_heads, project
 from qwen35_jax.ops.causal_conv import causal_conv
 from qwen35_jax.ops.gated_delta_rule import gated_delta_rule
 from qwen35_jax.ops.norms import gated_rms_norm, l2_normalize
 
-Queries = Float[Array, "batch time key_heads key_dim"]
-Keys = Float[Array, "batch time key_heads key_dim"]
-Values = Float[Array, "batch time value_heads value_dim"]
+KeyHeads = Float[Array, "batch time key_heads key_dim"]
+ValueHeads = Float[Array, "batch time value_heads value_dim"]
 PerHead = Float[Array, "batch time value_heads"]
 State = Float[Array, "batch value_heads key_dim value_dim"]
 Windows = tuple[Array, Array, Array]
@@ -47,31 +46,29 @@ class GatedDeltaNet(nnx.Module):
     parts and heads so that a mesh never cuts across parts.
     """
 
-    def __init__(self, config: TextConfig, *, parameter_dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, config: TextConfig, *, parameter_dtype: DTypeLike, keys: Keys):
         embed = {"embed": config.hidden_size}
         kernel = {"kernel": config.linear_conv_kernel_dim}
         key_heads = {"key_heads": config.linear_num_key_heads}
         value_heads = {"value_heads": config.linear_num_value_heads}
-        keys = key_heads | {"key_dim": config.linear_key_head_dim}
-        values = value_heads | {"value_dim": config.linear_value_head_dim}
+        per_key = key_heads | {"key_dim": config.linear_key_head_dim}
+        per_value = value_heads | {"value_dim": config.linear_value_head_dim}
         init = normal(config.initializer_range)
         conv_init = normal(config.linear_conv_kernel_dim**-0.5)
 
-        self.q_weight = parameter(rngs, init, keys | embed, parameter_dtype)
-        self.k_weight = parameter(rngs, init, keys | embed, parameter_dtype)
-        self.v_weight = parameter(rngs, init, values | embed, parameter_dtype)
-        self.z_weight = parameter(rngs, init, values | embed, parameter_dtype)
-        self.b_weight = parameter(rngs, init, value_heads | embed, parameter_dtype)
-        self.a_weight = parameter(rngs, init, value_heads | embed, parameter_dtype)
-        self.conv_q = parameter(rngs, conv_init, kernel | keys, parameter_dtype)
-        self.conv_k = parameter(rngs, conv_init, kernel | keys, parameter_dtype)
-        self.conv_v = parameter(rngs, conv_init, kernel | values, parameter_dtype)
-        self.A_log = parameter(rngs, _log_of_uniform_decay_rate, value_heads, jnp.float32)
-        self.dt_bias = parameter(rngs, _inverse_softplus_of_time_step, value_heads, jnp.float32)
-        self.norm_weight = parameter(
-            rngs, ones, {"value_dim": config.linear_value_head_dim}, jnp.float32
-        )
-        self.out_weight = parameter(rngs, init, embed | values, parameter_dtype)
+        self.q_weight = parameter(keys, init, per_key | embed, parameter_dtype)
+        self.k_weight = parameter(keys, init, per_key | embed, parameter_dtype)
+        self.v_weight = parameter(keys, init, per_value | embed, parameter_dtype)
+        self.z_weight = parameter(keys, init, per_value | embed, parameter_dtype)
+        self.b_weight = parameter(keys, init, value_heads | embed, parameter_dtype)
+        self.a_weight = parameter(keys, init, value_heads | embed, parameter_dtype)
+        self.conv_q = parameter(keys, conv_init, kernel | per_key, parameter_dtype)
+        self.conv_k = parameter(keys, conv_init, kernel | per_key, parameter_dtype)
+        self.conv_v = parameter(keys, conv_init, kernel | per_value, parameter_dtype)
+        self.A_log = parameter(keys, _log_of_uniform_decay_rate, value_heads, jnp.float32)
+        self.dt_bias = parameter(keys, _inverse_softplus_of_time_step, value_heads, jnp.float32)
+        self.norm_weight = parameter(keys, ones, {"value_dim": config.linear_value_head_dim}, jnp.float32)
+        self.out_weight = parameter(keys, init, embed | per_value, parameter_dtype)
         self.eps = config.rms_norm_eps
         self.gate_activation = config.output_gate_type
 
@@ -102,7 +99,7 @@ class GatedDeltaNet(nnx.Module):
     @jax.named_scope("gdn.in_proj")
     def in_proj(
         self, x: Float[Array, "batch time embed"]
-    ) -> tuple[Queries, Keys, Values, Values, PerHead, PerHead]:
+    ) -> tuple[KeyHeads, KeyHeads, ValueHeads, ValueHeads, PerHead, PerHead]:
         """q, k, v for the memory, z for the output gate, b for the write strength, a for the decay."""
 
         q = project(x, self.q_weight[...])
@@ -116,12 +113,12 @@ class GatedDeltaNet(nnx.Module):
     @jax.named_scope("gdn.conv")
     def conv(
         self,
-        q: Queries,
-        k: Keys,
-        v: Values,
+        q: KeyHeads,
+        k: KeyHeads,
+        v: ValueHeads,
         windows: Windows | None,
         segment_ids: Int[Array, "batch time"] | None,
-    ) -> tuple[Queries, Keys, Values, Windows]:
+    ) -> tuple[KeyHeads, KeyHeads, ValueHeads, Windows]:
         """SiLU of a causal convolution over the last few tokens, each channel by itself."""
         window_q, window_k, window_v = (None, None, None) if windows is None else windows
         q, window_q = causal_conv(q, self.conv_q[...], window=window_q, segment_ids=segment_ids)
@@ -132,14 +129,14 @@ class GatedDeltaNet(nnx.Module):
     @jax.named_scope("gdn.core")
     def core(
         self,
-        q: Queries,
-        k: Keys,
-        v: Values,
+        q: KeyHeads,
+        k: KeyHeads,
+        v: ValueHeads,
         b: PerHead,
         a: PerHead,
         state: State | None,
         segment_ids: Int[Array, "batch time"] | None,
-    ) -> tuple[Values, State]:
+    ) -> tuple[ValueHeads, State]:
         """The gated delta rule, with its gates; everything in float32 (float64 in a float64 model)."""
         dtype = compute_dtype_for_state(v.dtype)
         q = l2_normalize(q) * q.shape[-1] ** -0.5
@@ -147,17 +144,15 @@ class GatedDeltaNet(nnx.Module):
         beta = jax.nn.sigmoid(b.astype(dtype))
         rate = jnp.exp(self.A_log[...].astype(dtype))
         log_decay = -rate * jax.nn.softplus(a.astype(dtype) + self.dt_bias[...].astype(dtype))
-        o, state = gated_delta_rule(
-            q, k, v, log_decay, beta, initial_state=state, segment_ids=segment_ids
-        )
+        o, state = gated_delta_rule(q, k, v, log_decay, beta, initial_state=state, segment_ids=segment_ids)
         return o.astype(v.dtype), state
 
     @jax.named_scope("gdn.norm")
-    def norm(self, o: Values, z: Values) -> Values:
+    def norm(self, o: ValueHeads, z: ValueHeads) -> ValueHeads:
         """RMS norm per head, then the gate. One weight vector serves all heads, and it is a plain factor."""
         return gated_rms_norm(o, z, self.norm_weight[...], self.eps, self.gate_activation)
 
     @jax.named_scope("gdn.out_proj")
-    def out_proj(self, o: Values) -> Float[Array, "batch time embed"]:
+    def out_proj(self, o: ValueHeads) -> Float[Array, "batch time embed"]:
         """Back to the residual's width."""
         return merge_heads(o, self.out_weight[...])

@@ -7,7 +7,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from qwen35_jax.nn.parameter import normal, parameter
+from qwen35_jax.nn.parameter import Keys, normal, parameter
 from qwen35_jax.nn.projection import merge_heads, project
 
 
@@ -24,13 +24,13 @@ class MLP(nnx.Module):
         *,
         initializer_range: float,
         parameter_dtype: DTypeLike,
-        rngs: nnx.Rngs,
+        keys: Keys,
     ):
         embed, mlp = {"embed": embed_size}, {"mlp": mlp_size}
         init = normal(initializer_range)
-        self.gate_weight = parameter(rngs, init, mlp | embed, parameter_dtype)
-        self.up_weight = parameter(rngs, init, mlp | embed, parameter_dtype)
-        self.down_weight = parameter(rngs, init, embed | mlp, parameter_dtype)
+        self.gate_weight = parameter(keys, init, mlp | embed, parameter_dtype)
+        self.up_weight = parameter(keys, init, mlp | embed, parameter_dtype)
+        self.down_weight = parameter(keys, init, embed | mlp, parameter_dtype)
 
     def __call__(self, x: Float[Array, "batch time embed"]) -> Float[Array, "batch time embed"]:
         gate, up = self.gate_up(x)

@@ -13,7 +13,7 @@ from qwen35_jax.config import TextConfig
 from qwen35_jax.nn.context import TokenContext
 from qwen35_jax.nn.decoder import DecoderLayer
 from qwen35_jax.nn.norm import RMSNorm
-from qwen35_jax.nn.parameter import normal, parameter
+from qwen35_jax.nn.parameter import Keys, normal, parameter
 
 Hidden = Float[Array, "batch time embed"]
 
@@ -25,26 +25,24 @@ class MultiTokenPrediction(nnx.Module):
     the generic `MtpModel` of the reference implementation; the fused projection takes the embedding first.
     """
 
-    def __init__(self, config: TextConfig, *, parameter_dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, config: TextConfig, *, parameter_dtype: DTypeLike, keys: Keys):
         def norm() -> RMSNorm:
             return RMSNorm(
                 config.hidden_size,
                 eps=config.rms_norm_eps,
                 parameter_dtype=parameter_dtype,
-                rngs=rngs,
+                keys=keys,
             )
 
         self.embedding_norm = norm()
         self.hidden_norm = norm()
         self.fc_weight = parameter(
-            rngs,
+            keys,
             normal(config.initializer_range),
             {"mtp_embed": config.hidden_size, "mtp_part": 2, "embed": config.hidden_size},
             parameter_dtype,
         )
-        self.layer = DecoderLayer(
-            config, "full_attention", parameter_dtype=parameter_dtype, rngs=rngs
-        )
+        self.layer = DecoderLayer(config, "full_attention", parameter_dtype=parameter_dtype, keys=keys)
         self.norm = norm()
 
     def __call__(

@@ -6,7 +6,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from qwen35_jax.nn.parameter import parameter, zeros
+from qwen35_jax.nn.parameter import Keys, parameter, zeros
 from qwen35_jax.ops.norms import rms_norm
 
 
@@ -17,8 +17,8 @@ class RMSNorm(nnx.Module):
     Source: `Qwen3_5RMSNorm` of the reference implementation.
     """
 
-    def __init__(self, size: int, *, eps: float, parameter_dtype: DTypeLike, rngs: nnx.Rngs):
-        self.weight = parameter(rngs, zeros, {"embed": size}, parameter_dtype)
+    def __init__(self, size: int, *, eps: float, parameter_dtype: DTypeLike, keys: Keys):
+        self.weight = parameter(keys, zeros, {"embed": size}, parameter_dtype)
         self.eps = eps
 
     def __call__(self, x: Float[Array, "batch time embed"]) -> Float[Array, "batch time embed"]:

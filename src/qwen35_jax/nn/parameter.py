@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -9,13 +11,24 @@ from jax.typing import DTypeLike
 
 Initializer = jax.nn.initializers.Initializer
 
+Keys = Iterator[jax.Array] | None
+"""Random keys for the initial values, or None for parameters that have a shape and a dtype but no data."""
+
 zeros = jax.nn.initializers.zeros
 ones = jax.nn.initializers.ones
 normal = jax.nn.initializers.normal
 
 
+def key_stream(key: jax.Array) -> Iterator[jax.Array]:
+    """As many independent keys as are asked for."""
+    count = 0
+    while True:
+        yield jax.random.fold_in(key, count)
+        count += 1
+
+
 def parameter(
-    rngs: nnx.Rngs,
+    keys: Keys,
     initializer: Initializer,
     axes: dict[str, int],
     dtype: DTypeLike,
@@ -23,12 +36,13 @@ def parameter(
     """A parameter whose shape and logical axes are given together, outermost first.
 
     Args:
-        rngs: source of the initial values.
-        initializer: draws them.
+        keys: see `Keys`.
+        initializer: draws the initial values.
         axes: logical axis name to size, e.g. `{"value_heads": 32, "value_dim": 128, "embed": 2560}`.
         dtype: dtype of storage; a forward casts to its compute dtype where it uses the value.
     """
-    value = initializer(rngs.params(), tuple(axes.values()), jnp.dtype(dtype))
+    shape, dtype = tuple(axes.values()), jax.dtypes.canonicalize_dtype(dtype)
+    value = jax.ShapeDtypeStruct(shape, dtype) if keys is None else initializer(next(keys), shape, dtype)
     return nnx.Param(value, axes=tuple(axes))
 
 

@@ -53,8 +53,8 @@ NODES = (
 )
 
 
-def relative_error(ours: Sequence[Array] | Array, reference: Sequence[Array] | Array) -> Float[Array, ""]:
-    """Largest absolute difference over the largest absolute reference value; of several arrays, the worst.
+def relative_error(ours: Sequence[Array], reference: Sequence[Array]) -> Float[Array, ""]:
+    """Largest absolute difference over the largest absolute reference value of each array; of these, the worst.
 
     Where the reference is all zeros (or there are no values at all) it is the largest difference itself.
     NaN on either side gives NaN.
@@ -62,8 +62,6 @@ def relative_error(ours: Sequence[Array] | Array, reference: Sequence[Array] | A
     Raises:
         ValueError: the shapes differ, so that broadcasting would compare other values than meant.
     """
-    if not isinstance(ours, Sequence):
-        ours, reference = [ours], [reference]
     worst = jnp.zeros((), compute_dtype_for_state(ours[0].dtype))
     for our, their in zip(ours, reference, strict=True):
         if our.shape != their.shape:
@@ -76,14 +74,16 @@ def relative_error(ours: Sequence[Array] | Array, reference: Sequence[Array] | A
 
 def layer_graphdef(config: TextConfig, kind: LayerKind) -> nnx.GraphDef:
     """Graph definition of one decoder layer, to be merged with its slice of the stacked parameters."""
-    layer = nnx.eval_shape(lambda: DecoderLayer(config, kind, parameter_dtype=jnp.float32, rngs=nnx.Rngs(0)))
+    layer = DecoderLayer(config, kind, parameter_dtype=jnp.float32, keys=None)
     return nnx.graphdef(layer)
 
 
 def compute_inputs(record: Record, dtype: jnp.dtype) -> dict[str, Array]:
     """The record's values as our modules would receive them in a model of this compute dtype."""
     wide = compute_dtype_for_state(dtype)
-    return {name: jnp.asarray(value, wide if name in STATE_VALUES else dtype) for name, value in record.items()}
+    return {
+        name: jnp.asarray(value, wide if name in STATE_VALUES else dtype) for name, value in record.items()
+    }
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "dtype"))
@@ -116,13 +116,14 @@ def layer_errors(
     mixer_errors = _delta_net_errors if linear else _attention_errors
     errors, cache, context = mixer_errors(layer.mixer, inputs, record, past_lengths)
 
-    def compare(node: str, ours: Sequence[Array] | Array, *names: str) -> None:
-        errors[node] = relative_error(ours if len(names) > 1 else [ours], [record[name] for name in names])
+    def compare(node: str, ours: Array, name: str) -> None:
+        errors[node] = relative_error([ours], [record[name]])
 
     compare("input_norm", layer.input_norm(inputs["layer_in"]), "normed")
     compare("attn_residual", inputs["layer_in"] + inputs["mixed"], "residual")
     compare("post_attn_norm", layer.post_attn_norm(inputs["residual"]), "post_normed")
-    compare("mlp.gate_up", layer.mlp.gate_up(inputs["post_normed"]), "mlp_gate", "mlp_up")
+    gate, up = layer.mlp.gate_up(inputs["post_normed"])
+    errors["mlp.gate_up"] = relative_error([gate, up], [record["mlp_gate"], record["mlp_up"]])
     compare("mlp.act", layer.mlp.act(inputs["mlp_gate"], inputs["mlp_up"]), "mlp_act")
     compare("mlp.down", layer.mlp.down(inputs["mlp_act"]), "mlp_out")
     compare("mlp_residual", inputs["residual"] + inputs["mlp_out"], "layer_out")
@@ -140,7 +141,7 @@ def _delta_net_errors(
     def reference(*names: str) -> list[Array]:
         return [record[name] for name in names]
 
-    windows = tuple(of("window_q", "window_k", "window_v"))
+    windows = (inputs["window_q"], inputs["window_k"], inputs["window_v"])
     projected = of("q_proj", "k_proj", "v_proj")
     *convolved, new_windows = mixer.conv(*projected, windows, None)
     core = mixer.core(*of("q_conv", "k_conv", "v_conv", "b", "a", "state"), None)
@@ -153,8 +154,8 @@ def _delta_net_errors(
             reference("q_conv", "k_conv", "v_conv", "new_window_q", "new_window_k", "new_window_v"),
         ),
         "gdn.core": relative_error(core, reference("core", "new_state")),
-        "gdn.norm": relative_error(mixer.norm(*of("core", "z")), record["core_normed"]),
-        "gdn.out_proj": relative_error(mixer.out_proj(inputs["core_normed"]), record["mixed"]),
+        "gdn.norm": relative_error([mixer.norm(*of("core", "z"))], reference("core_normed")),
+        "gdn.out_proj": relative_error([mixer.out_proj(inputs["core_normed"])], reference("mixed")),
     }
     # No rotary phases here: a DeltaNet layer knows the order of tokens from its recurrence alone.
     none = jnp.zeros((*inputs["layer_in"].shape[:2], 0))
@@ -182,9 +183,9 @@ def _attention_errors(
         "attn.rope": relative_error(
             mixer.rope(*of("q_norm", "k_norm"), context), reference("q_rope", "k_rope")
         ),
-        "attn.core": relative_error(core, record["core"]),
-        "attn.gate": relative_error(mixer.gate(*of("core", "gate")), record["gated"]),
-        "attn.o_proj": relative_error(mixer.o_proj(inputs["gated"]), record["mixed"]),
+        "attn.core": relative_error([core], reference("core")),
+        "attn.gate": relative_error([mixer.gate(*of("core", "gate"))], reference("gated")),
+        "attn.o_proj": relative_error([mixer.o_proj(inputs["gated"])], reference("mixed")),
     }
     return errors, cache, context
 
@@ -208,12 +209,10 @@ def outside_errors(
         return jnp.asarray(record[name], model.dtype)
 
     return {
-        "embed": relative_error(model.embed(record["tokens"]), record["embed"]),
-        "attn.rope": relative_error(
-            [context.rotary_cos, context.rotary_sin], [record["cos"], record["sin"]]
-        ),
-        "final_norm": relative_error(model.final_norm(compute("final_norm_in")), record["final_norm"]),
-        "lm_head": relative_error(model.logits(compute("final_norm")), record["logits"]),
+        "embed": relative_error([model.embed(record["tokens"])], [record["embed"]]),
+        "attn.rope": relative_error([context.rotary_cos, context.rotary_sin], [record["cos"], record["sin"]]),
+        "final_norm": relative_error([model.final_norm(compute("final_norm_in"))], [record["final_norm"]]),
+        "lm_head": relative_error([model.logits(compute("final_norm"))], [record["logits"]]),
     }
 
 
