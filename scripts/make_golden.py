@@ -156,9 +156,7 @@ def gradients(model: Any, draw: np.random.Generator) -> Arrays:
     labels[0, :9] = -100
     labels[1, 25:] = -100
     model.zero_grad()
-    loss = model(
-        input_ids=torch.from_numpy(tokens), labels=torch.from_numpy(labels), use_cache=False
-    ).loss
+    loss = model(input_ids=torch.from_numpy(tokens), labels=torch.from_numpy(labels), use_cache=False).loss
     loss.backward()
     arrays = {"loss/tokens": tokens, "loss/labels": labels, "loss/loss": numpy(loss).reshape(1)}
     for name, parameter in model.named_parameters():

@@ -120,7 +120,9 @@ def print_report(console: Console, model: str, report: Report) -> None:
         return rows
 
     errors, bounds = report.errors, report.bounds
-    console.print(table("Each node, fed with the reference's inputs (worst layer)", errors.nodes, bounds.node))
+    console.print(
+        table("Each node, fed with the reference's inputs (worst layer)", errors.nodes, bounds.node)
+    )
     console.print(table("The whole model by itself", errors.end_to_end, bounds.end_to_end))
     verdict = "[green]equal[/green]" if report.passed else "[bold red]NOT equal[/bold red]"
     console.print(

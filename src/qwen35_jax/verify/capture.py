@@ -24,6 +24,7 @@ import torch
 import transformers.models.qwen3_5.modeling_qwen3_5 as qwen_module
 from einops import rearrange
 
+from qwen35_jax.config import LayerKind
 from qwen35_jax.verify.reference import ReferenceModel, text_model
 
 LayerRecord = dict[str, np.ndarray]
@@ -36,7 +37,7 @@ class CallRecord:
     tokens: np.ndarray
     embed: np.ndarray
     layers: list[LayerRecord]
-    kinds: list[str]
+    kinds: list[LayerKind]
     final_norm_in: np.ndarray
     final_norm: np.ndarray
     logits: np.ndarray
@@ -112,13 +113,12 @@ class _Recorder:
 
     def enter_attention(self, attention: Any, args: tuple, kwargs: dict) -> None:
         cache, hidden = kwargs.get("cache"), kwargs["hidden_states"]
-        keys = None if cache is None else cache.layers[attention.layer_idx].keys
-        if keys is None or keys.numel() == 0:
+        layer = None if cache is None else cache.layers[attention.layer_idx]
+        if layer is None or layer.keys is None or layer.keys.numel() == 0:
             heads = attention.k_proj.out_features // attention.head_dim
             empty = np.zeros((hidden.shape[0], 0, heads, attention.head_dim), _array(hidden[:0]).dtype)
             self.record.update(past_k=empty, past_v=empty)
         else:
-            layer = cache.layers[attention.layer_idx]
             self.record["past_k"] = _array(layer.keys.transpose(1, 2))
             self.record["past_v"] = _array(layer.values.transpose(1, 2))
 

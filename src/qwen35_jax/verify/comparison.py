@@ -166,14 +166,15 @@ def _compare_sequence(pair: Pair, tokens: np.ndarray, pieces: Sequence[int]) -> 
         with float64_arithmetic():
             record = record_call(pair.reference, piece, reference_cache)
         errors.merge(_node_errors(pair, record, start))
+        ids = jnp.asarray(piece)
         if start < sum(pieces):
-            logits, cache = prefill(pair.graphdef, pair.parameters, piece, cache)
+            logits, cache = prefill(pair.graphdef, pair.parameters, ids, cache)
         else:
             phase = "decode"
-            logits, cache = decode_step(pair.graphdef, pair.parameters, piece[:, 0], cache)
+            logits, cache = decode_step(pair.graphdef, pair.parameters, ids[:, 0], cache)
         _note(errors.end_to_end, phase, _relative_error(logits, record.logits[:, -1]))
         if phase == "prefill":
-            logits = _forward(pair.graphdef, pair.parameters, piece)
+            logits = _forward(pair.graphdef, pair.parameters, ids)
             _note(errors.end_to_end, "forward", _relative_error(logits, record.logits))
         start += size
     assert record is not None
@@ -192,9 +193,7 @@ def _node_errors(pair: Pair, record: CallRecord, past: int) -> Errors:
     found = []
     graphdefs = {kind: layer_graphdef(pair.config.text, kind) for kind in set(record.kinds)}
     past_lengths = np.full(len(record.tokens), past, np.int32)
-    for kind, values, at in zip(
-        record.kinds, record.layers, layer_locations(pair.config.text), strict=True
-    ):
+    for kind, values, at in zip(record.kinds, record.layers, layer_locations(pair.config.text), strict=True):
         errors = layer_errors(
             graphdefs[kind],
             pair.parameters["decoder"]["groups"][at.group]["layers"][at.position],
@@ -205,7 +204,9 @@ def _node_errors(pair: Pair, record: CallRecord, past: int) -> Errors:
         )
         found.append((kind, errors))
     attention = next((layer for layer in record.layers if "cos" in layer), None)
-    outside = {name: getattr(record, name) for name in ("tokens", "embed", "final_norm_in", "final_norm", "logits")}
+    outside = {
+        name: getattr(record, name) for name in ("tokens", "embed", "final_norm_in", "final_norm", "logits")
+    }
     if attention is not None:
         outside |= {"cos": attention["cos"], "sin": attention["sin"]}
     positions = past + np.broadcast_to(np.arange(record.tokens.shape[1]), record.tokens.shape)

@@ -41,8 +41,8 @@ def float64_arithmetic() -> Iterator[None]:
     stand_in = _DoublePrecisionTorch()
     with contextlib.ExitStack() as undo:
         for module in _MODULES_WITH_FLOAT32_CASTS:
-            undo.callback(setattr, module, "torch", module.torch)
-            module.torch = stand_in
+            undo.callback(setattr, module, "torch", torch)
+            setattr(module, "torch", stand_in)  # noqa: B010, no type knows of this attribute
         undo.callback(setattr, torch.Tensor, "float", torch.Tensor.float)
         torch.Tensor.float = lambda self, *args, **kwargs: self.double(*args, **kwargs)
         yield
@@ -58,7 +58,7 @@ def recompute_rotary_frequencies(model: torch.nn.Module) -> None:
             if module.rope_type == "default":
                 frequencies, scaling = module.compute_default_rope_parameters(module.config)
             else:
-                frequencies, scaling = rope_module.ROPE_INIT_FUNCTIONS[module.rope_type](module.config)
+                frequencies, scaling = rope_module.ROPE_INIT_FUNCTIONS[str(module.rope_type)](module.config)
             module.inv_freq.data = frequencies
             module.original_inv_freq.data = frequencies.clone()
             module.attention_scaling = scaling

@@ -14,6 +14,7 @@ from transformers import (
     Qwen3_5ForCausalLM,
     Qwen3_5ForConditionalGeneration,
     Qwen3_5TextConfig,
+    Qwen3_5TextModel,
 )
 from transformers.modeling_layers import MtpModel
 
@@ -37,7 +38,9 @@ def draw_weights(model: torch.nn.Module, seed: int) -> None:
     for name, parameter in model.named_parameters():
         normal = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         if name.endswith("A_log"):
-            values = torch.log(0.1 + 0.9 * torch.rand(parameter.shape, generator=generator, dtype=torch.float64))
+            values = torch.log(
+                0.1 + 0.9 * torch.rand(parameter.shape, generator=generator, dtype=torch.float64)
+            )
         elif name.endswith("dt_bias"):
             values = -2.5 + 0.5 * normal
         elif name.endswith("linear_attn.norm.weight") or (".visual." in name and ".norm" in name):
@@ -105,7 +108,7 @@ def random_mtp(model: ReferenceModel, seed: int) -> tuple[MtpModel, dict[str, to
     """
     model.config.num_mtp_layers = 1
     model.config.mtp_layer_types = ["full_attention"]
-    head = MtpModel(model, 1).to(torch.float64).eval()
+    head = MtpModel(model, 1).double().eval()
     head.config._attn_implementation = "eager"
     draw_weights(head.layers[0], seed)
     published = {
@@ -137,16 +140,20 @@ def write_checkpoint(model: ReferenceModel, folder: Path) -> None:
             continue
         stored = value.to(torch.bfloat16).contiguous()
         if not torch.equal(stored.to(value.dtype), value):
-            raise ValueError(f"{name}: found weights that bfloat16 cannot hold, expected those of draw_weights")
+            raise ValueError(
+                f"{name}: found weights that bfloat16 cannot hold, expected those of draw_weights"
+            )
         weights[name] = stored
     folder.mkdir(parents=True, exist_ok=True)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     model.config.save_pretrained(folder)
 
 
-def text_model(model: ReferenceModel) -> torch.nn.Module:
+def text_model(model: ReferenceModel) -> Qwen3_5TextModel:
     """The decoder of a text or vision-language model: the module that has `embed_tokens`, `layers` and `norm`."""
-    return model.get_decoder()
+    decoder = model.get_decoder()
+    assert isinstance(decoder, Qwen3_5TextModel)
+    return decoder
 
 
 def new_cache(model: ReferenceModel) -> DynamicCache:
