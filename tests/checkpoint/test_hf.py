@@ -347,3 +347,17 @@ def test_irregular_layers_are_found_in_their_groups(tmp_path: Path) -> None:
     found = read_tensors(tmp_path / "out")
     assert found.keys() == tensors.keys()
     assert all(same_bytes(found[name], tensors[name]) for name in tensors)
+
+
+def test_unrolled_layers_are_the_slices_of_the_stacked_ones(checkpoint, tmp_path: Path) -> None:
+    folder, tensors = checkpoint
+    _, stacked, _ = load_hf(folder)
+    config, unrolled, kept = load_hf(folder, unroll_layers=True)
+    assert config.text.unroll_layers
+    for index in range(8):
+        layer = leaves(unrolled["decoder"]["groups"][0]["layers"][index])
+        for path, array in leaves(stacked["decoder"]["groups"][0]["layers"][index % 4]).items():
+            assert same_bytes(layer[path], array[index // 4][None]), path
+    export_hf(unrolled, config, tmp_path / "out", kept=kept)
+    found = read_tensors(tmp_path / "out")
+    assert all(same_bytes(found[name], tensors[name]) for name in tensors)

@@ -176,3 +176,21 @@ def test_only_files_of_the_model_are_copied_beside(tmp_path: Path) -> None:
     (source / "source_layout.json").touch()
     staging.copy_companions(source, target)
     assert sorted(path.name for path in target.iterdir()) == sorted(copied)
+
+
+def test_unrolled_parameters_are_saved_stacked_and_come_back_in_either_way(
+    source: Path, tmp_path: Path
+) -> None:
+    kinds = ["full_attention", *MOTIF, *MOTIF, "linear_attention"]
+    write_checkpoint(tmp_path / "irregular", layer_types=kinds)
+    for number, folder in enumerate((source, tmp_path / "irregular")):
+        config, unrolled, kept = load_hf(folder, unroll_layers=True, mtp=True)
+        saved = tmp_path / f"saved{number}"
+        save_orbax(unrolled, config, saved, kept=kept)
+        for unroll_layers in (False, True):
+            options = {"mtp": True, "unroll_layers": unroll_layers}
+            found_config, found, _ = load_orbax(saved, **options)
+            expected_config, expected, _ = load_hf(folder, **options)
+            assert found_config == expected_config
+            assert_same_parameters(found, expected)
+            assert all(isinstance(array, jax.Array) for array in jax.tree.leaves(found))

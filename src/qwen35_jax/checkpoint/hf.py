@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 
 from qwen35_jax.checkpoint.index import open_weight_files
 from qwen35_jax.checkpoint.progress import Progress, quiet
+from qwen35_jax.checkpoint.regrouping import with_unrolled_layers
 from qwen35_jax.checkpoint.safetensors_file import StoredTensor
 from qwen35_jax.checkpoint.streaming import read_parameters
 from qwen35_jax.checkpoint.tensor_table import (
@@ -134,7 +135,7 @@ def open_hf(folder: str | Path, *, mtp: bool, unroll_layers: bool = False) -> HF
     """
     folder = Path(folder)
     config = ModelConfig.from_hf(folder)
-    config = dataclasses.replace(config, text=dataclasses.replace(config.text, unroll_layers=unroll_layers))
+    config = with_unrolled_layers(config, unroll_layers)
     require_dense_text(config)
     weights = open_weight_files(folder)
     stored = weights.tensors

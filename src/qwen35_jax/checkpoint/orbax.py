@@ -23,6 +23,7 @@ from jax.typing import DTypeLike
 from qwen35_jax.checkpoint.export import check_parameters, config_text, without_mtp
 from qwen35_jax.checkpoint.hf import KeptTensors, SourceLayout, check_bound, default_spelling, open_hf
 from qwen35_jax.checkpoint.progress import Advance, Progress, quiet
+from qwen35_jax.checkpoint.regrouping import regroup, with_unrolled_layers
 from qwen35_jax.checkpoint.safetensors_file import (
     TensorToWrite,
     make_header,
@@ -96,6 +97,9 @@ def save_orbax(
     """
     destination = Path(destination).absolute()
     check_parameters(params, config)
+    if config.text.unroll_layers:
+        stacked = with_unrolled_layers(config, False)
+        params, config = regroup(params, config.text, stacked.text), stacked
     if "mtp" not in params and not (kept and any(name.startswith("mtp.") for name in kept.tensors)):
         config = without_mtp(config)
     beside = [
@@ -168,6 +172,7 @@ def load_orbax(
     *,
     parameter_dtype: DTypeLike | None = None,
     mtp: bool = False,
+    unroll_layers: bool = False,
     shardings: Any = None,
     to_device: bool = True,
     progress: Progress = quiet,
@@ -192,9 +197,13 @@ def load_orbax(
         dtype = dtype_in_memory(path, stored[_as_text(path)][1], parameter_dtype)
         if to_device:
             dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
-        sharding = None if shardings is None else leaf(shardings, path)
+        sharding = None if shardings is None or unroll_layers else leaf(shardings, path)
         set_leaf(target, path, jax.ShapeDtypeStruct(shape, dtype, sharding=sharding))
-    params = _restore_tree(directory, target, to_device=to_device, progress=progress)
+    params = _restore_tree(directory, target, to_device=to_device and not unroll_layers, progress=progress)
+    if unroll_layers:
+        unrolled = with_unrolled_layers(config, True)
+        params = _unstack(params, config, unrolled, shardings=shardings, to_device=to_device)
+        config = unrolled
     if mtp and not saved_mtp and kept is not None:
         params["mtp"], kept = _read_kept_mtp(config, kept, parameter_dtype, shardings, to_device)
     return config, params, kept
@@ -221,6 +230,19 @@ def _restore_tree(
         )
         with ocp.Checkpointer(handler) as checkpointer:
             return checkpointer.restore(directory, args=arguments)
+
+
+def _unstack(
+    params: dict[str, Any], config: ModelConfig, unrolled: ModelConfig, *, shardings: Any, to_device: bool
+) -> dict[str, Any]:
+    """Host arrays, stacked, to arrays per layer."""
+    result: dict[str, Any] = {}
+    for path, value in parameter_leaves(regroup(params, config.text, unrolled.text)):
+        array = value.read() if isinstance(value, LazyParameter) else value
+        if to_device:
+            array = jax.device_put(array, None if shardings is None else leaf(shardings, path))
+        set_leaf(result, path, array)
+    return result
 
 
 def _stored_parameters(

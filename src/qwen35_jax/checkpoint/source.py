@@ -91,8 +91,7 @@ def load(
         dtype: compute dtype.
         parameter_dtype: dtype to store parameters in; None keeps the checkpoint's.
         mtp: with the multi-token-prediction head.
-        unroll_layers: see `TextConfig.unroll_layers`; None unrolls where JAX runs on a CPU. An Orbax folder holds
-            stacked parameters and is run as it is.
+        unroll_layers: see `TextConfig.unroll_layers`; None unrolls where JAX runs on a CPU.
         shardings: nested dictionary like the parameters, of `jax.sharding.Sharding`; None uses one device.
         progress: shows how far the reading is.
 
@@ -100,11 +99,13 @@ def load(
         ConfigError, CheckpointError: the model cannot be found, or its files are not what they should be.
     """
     folder = find_model(source)
-    options: dict[str, Any] = {}
-    if not (folder / "params").is_dir():
-        options["unroll_layers"] = jax.default_backend() == "cpu" if unroll_layers is None else unroll_layers
     config, params, _ = _load_folder(
-        folder, parameter_dtype=parameter_dtype, mtp=mtp, shardings=shardings, progress=progress, **options
+        folder,
+        parameter_dtype=parameter_dtype,
+        mtp=mtp,
+        unroll_layers=jax.default_backend() == "cpu" if unroll_layers is None else unroll_layers,
+        shardings=shardings,
+        progress=progress,
     )
     graphdef, _ = abstract_model(config, parameter_dtype=parameter_dtype or jnp.float32, dtype=dtype, mtp=mtp)
     return LoadedModel(config, graphdef, params, folder)

@@ -1,0 +1,75 @@
+"""What `--model` may be, and the one line for everything else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from qwen35_jax.checkpoint import load
+from qwen35_jax.checkpoint import source as source_module
+from qwen35_jax.checkpoint.orbax import convert_to_orbax
+from qwen35_jax.checkpoint.source import convert, export, find_model
+from qwen35_jax.errors import CheckpointError
+from qwen35_jax.model import forward
+from tests.checkpoint.tiny_checkpoint import MOTIF, VOCAB, assert_same_parameters, write_checkpoint
+
+
+def test_folder_and_its_conversion_load_as_the_same_model_that_runs(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "hf", layer_types=MOTIF)
+    convert_to_orbax(tmp_path / "hf", tmp_path / "orbax")
+    models = [load(tmp_path / name, dtype="float32", mtp=True) for name in ("hf", "orbax")]
+    assert models[0].config == models[1].config
+    assert models[0].graphdef == models[1].graphdef
+    assert_same_parameters(models[0].params, models[1].params)
+    for model in models:
+        assert (model.folder / "tokenizer.json").is_file()
+        assert (model.folder / "chat_template.jinja").is_file()
+    logits = jax.jit(forward, static_argnums=0)(models[0].graphdef, models[0].params, jnp.arange(6)[None])
+    assert logits.shape == (1, 6, VOCAB)
+    assert jnp.isfinite(logits).all()
+
+
+@pytest.mark.parametrize("source", ["no_such_model", "/no/such/folder", "a/b/c", "", "./here"])
+def test_wrong_path_says_what_was_looked_for(source: str) -> None:
+    with pytest.raises(CheckpointError, match=r"no such folder, and neither a hub id .* nor 'nano'"):
+        find_model(source)
+
+
+def test_file_in_place_of_a_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(CheckpointError, match="is a file; give the folder"):
+        find_model(tmp_path / "model.safetensors")
+
+
+def test_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"holds no model: expected config\.json with model\.safetensors"
+    ):
+        load(tmp_path, dtype="float32")
+
+
+def test_installation_without_the_built_in_model_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source_module.importlib.resources, "files", lambda package: tmp_path)
+    with pytest.raises(CheckpointError, match="built-in model is not part of this installation"):
+        find_model("nano")
+    write_checkpoint(tmp_path / "nano")
+    assert find_model("nano") == tmp_path / "nano"
+
+
+def test_destination_in_use_is_refused_before_the_source_is_looked_at(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for write in (convert, export):
+        with pytest.raises(CheckpointError, match="exists and is not empty"):
+            write("no_such_model", tmp_path)
+
+
+def test_converting_an_orbax_folder_is_refused(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "orbax")
+    with pytest.raises(CheckpointError, match="is an Orbax folder already"):
+        convert(tmp_path / "orbax", tmp_path / "again")
