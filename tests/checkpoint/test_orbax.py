@@ -21,6 +21,7 @@ from qwen35_jax.checkpoint.source import export
 from qwen35_jax.checkpoint.streaming import leaf, parameter_leaves
 from qwen35_jax.errors import CheckpointError
 from tests.checkpoint.tiny_checkpoint import (
+    MOTIF,
     assert_same_parameters,
     read_tensors,
     same_bytes,
