@@ -11,6 +11,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -71,7 +72,7 @@ class Cache:
         Reads `lengths` from the device. Under a trace the lengths are unknown and nothing is checked: a caller that
         jits its own loop checks once before it, as `qwen35_jax.inference` does.
         """
-        if isinstance(self.lengths, jax.core.Tracer) or isinstance(new_tokens, jax.core.Tracer):
+        if isinstance(self.lengths, Tracer) or isinstance(new_tokens, Tracer):
             return
         wanted = jax.device_get(self.lengths + new_tokens)
         row = int(wanted.argmax())
@@ -141,6 +142,7 @@ def advance(
 
     def next_layer(old: LayerCache, update: LayerCache) -> LayerCache:
         if isinstance(old, AttentionCache):
+            assert isinstance(update, AttentionCache)
             return AttentionCache(write(old.key, update.key), write(old.value, update.value))
         return update
 

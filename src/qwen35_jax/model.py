@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from qwen35_jax.cache import Cache, advance
-from qwen35_jax.config import ModelConfig, TextConfig
+from qwen35_jax.config import ModelConfig, TextConfig, require_dense_text
 from qwen35_jax.nn.context import TokenContext
 from qwen35_jax.nn.decoder import Decoder
 from qwen35_jax.nn.mtp import MultiTokenPrediction
@@ -113,6 +113,7 @@ class TextModel(nnx.Module):
             hidden = self.final_norm(x)
         if cache is None:
             return hidden, None
+        assert updates is not None
         real = jnp.ones(tokens.shape, bool) if segment_ids is None else segment_ids > 0
         return hidden, advance(cache, updates, real)
 
@@ -167,6 +168,7 @@ class TextModel(nnx.Module):
 def _text_model(
     config: ModelConfig, parameter_dtype: DTypeLike, dtype: DTypeLike, mtp: bool, keys: Keys
 ) -> TextModel:
+    require_dense_text(config)
     return TextModel(
         config.text,
         tie_word_embeddings=config.tie_word_embeddings,

@@ -6,6 +6,7 @@ Parameters and caches of a pattern are stacked over its repeats, so tracing and 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, Protocol
 
 import jax
 from flax import nnx
@@ -25,6 +26,12 @@ from qwen35_jax.nn.parameter import Keys, key_stream
 Hidden = Float[Array, "batch time embed"]
 
 
+class Mixer(Protocol):
+    """What mixes over time. The cache is of the kind that this mixer keeps."""
+
+    def __call__(self, x: Hidden, context: TokenContext, cache: Any) -> tuple[Hidden, Any]: ...
+
+
 class DecoderLayer(nnx.Module):
     """A mixer over time and a feed-forward, each after a norm and onto the residual.
 
@@ -40,9 +47,10 @@ class DecoderLayer(nnx.Module):
                 keys=keys,
             )
 
+        assert config.intermediate_size is not None, "a dense model; others are refused before"
         mixer = GatedDeltaNet if kind == "linear_attention" else GatedAttention
         self.input_norm = norm()
-        self.mixer = mixer(config, parameter_dtype=parameter_dtype, keys=keys)
+        self.mixer: Mixer = mixer(config, parameter_dtype=parameter_dtype, keys=keys)
         self.post_attn_norm = norm()
         self.mlp = MLP(
             config.hidden_size,

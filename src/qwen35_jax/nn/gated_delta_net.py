@@ -6,6 +6,8 @@ token's value, and reads it with the token's query (Yang et al. 2024, "Gated Del
 
 from __future__ import annotations
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -70,7 +72,7 @@ class GatedDeltaNet(nnx.Module):
         self.norm_weight = parameter(keys, ones, {"value_dim": config.linear_value_head_dim}, jnp.float32)
         self.out_weight = parameter(keys, init, embed | per_value, parameter_dtype)
         self.eps = config.rms_norm_eps
-        self.gate_activation = config.output_gate_type
+        self.gate_activation: Literal["silu", "sigmoid"] = config.output_gate_type
 
     def __call__(
         self,

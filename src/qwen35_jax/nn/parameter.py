@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-Initializer = jax.nn.initializers.Initializer
+Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 
 Keys = Iterator[jax.Array] | None
 """Random keys for the initial values, or None for parameters that have a shape and a dtype but no data."""

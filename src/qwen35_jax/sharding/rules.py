@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from qwen35_jax.cache import AttentionCache, Cache, DeltaNetCache
+from qwen35_jax.cache import Cache
 from qwen35_jax.errors import ConfigError
 from qwen35_jax.model import Parameters
 
@@ -48,6 +49,17 @@ RULES: Mapping[str, str | None] = {
 SHARED_HEADS = frozenset({"kv_heads", "key_heads"})
 
 
+CACHE_AXES: Mapping[str, tuple[str, ...]] = {
+    "window_q": ("repeats", "batch", "window", "key_heads", "key_dim"),
+    "window_k": ("repeats", "batch", "window", "key_heads", "key_dim"),
+    "window_v": ("repeats", "batch", "window", "value_heads", "value_dim"),
+    "state": ("repeats", "batch", "value_heads", "key_dim", "value_dim"),
+    "key": ("repeats", "batch", "capacity", "kv_heads", "head_dim"),
+    "value": ("repeats", "batch", "capacity", "kv_heads", "head_dim"),
+    "lengths": ("batch",),
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class LogicalAxes:
     """Names of an array's axes, outermost first."""
@@ -69,21 +81,10 @@ def parameter_axes(graphdef: nnx.GraphDef, parameters: Parameters) -> Parameters
 
 def cache_axes(cache: Cache) -> Cache:
     """The logical axes of every array of a cache, as a tree of its structure."""
-    keys = LogicalAxes(("repeats", "batch", "window", "key_heads", "key_dim"))
-    values = LogicalAxes(("repeats", "batch", "window", "value_heads", "value_dim"))
-    state = LogicalAxes(("repeats", "batch", "value_heads", "key_dim", "value_dim"))
-    slots = LogicalAxes(("repeats", "batch", "capacity", "kv_heads", "head_dim"))
-
-    def layer(memory: DeltaNetCache | AttentionCache) -> DeltaNetCache | AttentionCache:
-        if isinstance(memory, AttentionCache):
-            return AttentionCache(slots, slots)
-        return DeltaNetCache(keys, keys, values, state)
-
-    groups = tuple(tuple(map(layer, group)) for group in cache.groups)
-    return Cache(groups, LogicalAxes(("batch",)), cache.capacity)
+    return jax.tree_util.tree_map_with_path(lambda path, _: LogicalAxes(CACHE_AXES[path[-1].name]), cache)
 
 
-def shardings(mesh: Mesh, axes, arrays):
+def shardings(mesh: Mesh, axes: Any, arrays: Any) -> Any:
     """A `NamedSharding` for every array.
 
     Args:
@@ -98,7 +99,7 @@ def shardings(mesh: Mesh, axes, arrays):
     if unknown:
         raise ConfigError(f"mesh: unknown axes {sorted(unknown)}; expected some of {list(MESH_AXES)}")
 
-    def one(logical: LogicalAxes, array) -> NamedSharding:
+    def one(logical: LogicalAxes, array: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding:
         return NamedSharding(mesh, _partition(mesh, logical.names, array.shape))
 
     return jax.tree.map(one, axes, arrays, is_leaf=lambda node: isinstance(node, LogicalAxes))
