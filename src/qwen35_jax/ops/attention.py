@@ -17,7 +17,7 @@ from qwen35_jax.ops.segments import segment_index
 QUERY_BLOCK = 128
 """Queries whose scores are held at a time. Scores take batch * heads * QUERY_BLOCK * time numbers."""
 
-KEY_LENGTHS = 8
+KEY_LENGTHS = 4
 """Blocks of queries are walked in at most so many groups. A group reads the keys up to its own end, so that
 with many groups little is computed above the diagonal, while the program's size stays bounded."""
 
@@ -91,6 +91,7 @@ def attention(
         real = segment_ids != 0
         index = jnp.where(real, segment_index(segment_ids), -1)
         # A weight of 0 does not silence a NaN, so what padding holds is removed, not only masked.
+        grouped = jnp.where(real[:, None, None, :, None], grouped, 0)
         k, v = (jnp.where(real[:, :, None, None], x, 0) for x in (k, v))
 
     softmax = _over_new_tokens(grouped, k.astype(q.dtype), v.astype(q.dtype), index)
