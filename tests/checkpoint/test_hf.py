@@ -14,7 +14,7 @@ import pytest
 from qwen35_jax.checkpoint import streaming
 from qwen35_jax.checkpoint.export import export_hf
 from qwen35_jax.checkpoint.hf import load_hf
-from qwen35_jax.checkpoint.streaming import parameter_leaves
+from qwen35_jax.checkpoint.parameter_tree import parameter_leaves
 from qwen35_jax.errors import CheckpointError, ConfigError
 from tests.checkpoint import tiny_checkpoint as tiny
 from tests.checkpoint.tiny_checkpoint import (

@@ -17,8 +17,8 @@ from qwen35_jax.checkpoint import orbax, staging
 from qwen35_jax.checkpoint.export import export_hf
 from qwen35_jax.checkpoint.hf import load_hf
 from qwen35_jax.checkpoint.orbax import convert_to_orbax, holds_mtp, load_orbax, save_orbax
+from qwen35_jax.checkpoint.parameter_tree import leaf, parameter_leaves
 from qwen35_jax.checkpoint.source import export
-from qwen35_jax.checkpoint.streaming import leaf, parameter_leaves
 from qwen35_jax.errors import CheckpointError
 from tests.checkpoint.tiny_checkpoint import (
     MOTIF,

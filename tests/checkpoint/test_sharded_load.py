@@ -16,6 +16,7 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from qwen35_jax.checkpoint import streaming
+from qwen35_jax.checkpoint.parameter_tree import leaf, parameter_leaves
 from qwen35_jax.checkpoint.hf import load_hf
 from qwen35_jax.checkpoint.export import export_hf
 from qwen35_jax.checkpoint.orbax import load_orbax, save_orbax
@@ -49,9 +50,9 @@ for options in ({}, {"parameter_dtype": "float32"}):
     _, expected, _ = load_hf(source, mtp=True, **options)
     allocated.clear()
     config, params, kept = load_hf(source, mtp=True, shardings=shardings, **options)
-    for path, array in streaming.parameter_leaves(params):
-        other = streaming.leaf(expected, path)
-        assert array.sharding == streaming.leaf(shardings, path), path
+    for path, array in parameter_leaves(params):
+        other = leaf(expected, path)
+        assert array.sharding == leaf(shardings, path), path
         assert array.dtype == other.dtype, path
         assert (np.asarray(array) == np.asarray(other)).all(), path
     total = sum(x.nbytes for x in jax.tree.leaves(expected))
@@ -66,8 +67,8 @@ config, params, kept = load_hf(source, mtp=True, shardings=shardings)
 export_hf(params, config, target, kept=kept)
 save_orbax(params, config, saved, kept=kept)
 _, again, _ = load_orbax(saved, mtp=True, shardings=shardings)
-for path, array in streaming.parameter_leaves(again):
-    other = streaming.leaf(params, path)
+for path, array in parameter_leaves(again):
+    other = leaf(params, path)
     assert array.sharding == other.sharding and array.dtype == other.dtype, path
     assert (np.asarray(array) == np.asarray(other)).all(), path
 print("done")

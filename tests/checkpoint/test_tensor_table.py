@@ -12,7 +12,7 @@ import numpy as np
 
 from qwen35_jax.checkpoint.export import export_hf
 from qwen35_jax.checkpoint.hf import load_hf
-from qwen35_jax.checkpoint.streaming import parameter_leaves
+from qwen35_jax.checkpoint.parameter_tree import parameter_leaves
 from qwen35_jax.checkpoint.tensor_table import SPELLINGS, bound_tensors, parameter_shapes
 from qwen35_jax.config import ModelConfig
 from qwen35_jax.model import abstract_model

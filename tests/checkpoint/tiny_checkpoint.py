@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 import safetensors.numpy
 
-from qwen35_jax.checkpoint.streaming import parameter_leaves
+from qwen35_jax.checkpoint.parameter_tree import parameter_leaves
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 VOCAB, EMBED, MLP = 29, 20, 44

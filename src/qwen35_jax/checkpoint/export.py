@@ -13,6 +13,7 @@ import numpy as np
 
 from qwen35_jax.checkpoint.hf import KeptTensors, SourceLayout, default_spelling, spelling_of
 from qwen35_jax.checkpoint.index import INDEX_FILE, SINGLE_FILE
+from qwen35_jax.checkpoint.parameter_tree import dotted, leaf, parameter_leaves
 from qwen35_jax.checkpoint.progress import Progress, quiet
 from qwen35_jax.checkpoint.safetensors_file import (
     StoredTensor,
@@ -22,13 +23,7 @@ from qwen35_jax.checkpoint.safetensors_file import (
     write_safetensors,
 )
 from qwen35_jax.checkpoint.staging import copy_companions, staged_folder
-from qwen35_jax.checkpoint.streaming import leaf, parameter_leaves
-from qwen35_jax.checkpoint.tensor_table import (
-    BoundTensor,
-    bound_tensors,
-    dotted,
-    parameter_shapes,
-)
+from qwen35_jax.checkpoint.tensor_table import BoundTensor, bound_tensors, parameter_shapes
 from qwen35_jax.config import ModelConfig
 from qwen35_jax.errors import CheckpointError
 

@@ -22,6 +22,14 @@ from jax.typing import DTypeLike
 
 from qwen35_jax.checkpoint.export import check_parameters, config_text, without_mtp
 from qwen35_jax.checkpoint.hf import KeptTensors, SourceLayout, check_bound, default_spelling, open_hf
+from qwen35_jax.checkpoint.parameter_tree import (
+    LazyParameter,
+    ParameterPath,
+    dotted,
+    leaf,
+    parameter_leaves,
+    set_leaf,
+)
 from qwen35_jax.checkpoint.progress import Advance, Progress, quiet
 from qwen35_jax.checkpoint.regrouping import regroup, with_unrolled_layers
 from qwen35_jax.checkpoint.safetensors_file import (
@@ -31,16 +39,8 @@ from qwen35_jax.checkpoint.safetensors_file import (
     write_safetensors,
 )
 from qwen35_jax.checkpoint.staging import LAYOUT_FILE, copy_companions, staged_folder
-from qwen35_jax.checkpoint.streaming import (
-    LazyParameter,
-    dtype_in_memory,
-    lazy_parameters,
-    leaf,
-    parameter_leaves,
-    read_parameters,
-    set_leaf,
-)
-from qwen35_jax.checkpoint.tensor_table import ParameterPath, bound_tensors, dotted, parameter_shapes
+from qwen35_jax.checkpoint.streaming import dtype_in_memory, lazy_parameters, read_parameters
+from qwen35_jax.checkpoint.tensor_table import bound_tensors, parameter_shapes
 from qwen35_jax.config import ModelConfig, require_dense_text
 from qwen35_jax.errors import CheckpointError
 

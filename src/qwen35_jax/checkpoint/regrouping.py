@@ -12,8 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from qwen35_jax.checkpoint.streaming import LazyParameter, leaf, parameter_leaves, set_leaf
-from qwen35_jax.checkpoint.tensor_table import ParameterPath
+from qwen35_jax.checkpoint.parameter_tree import (
+    LazyParameter,
+    ParameterPath,
+    leaf,
+    parameter_leaves,
+    set_leaf,
+)
 from qwen35_jax.config import ModelConfig, TextConfig
 from qwen35_jax.layer_groups import layer_locations
 

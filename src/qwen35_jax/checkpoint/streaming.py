@@ -22,9 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from qwen35_jax.checkpoint.parameter_tree import LazyParameter, ParameterPath, leaf, set_leaf
 from qwen35_jax.checkpoint.progress import Advance
 from qwen35_jax.checkpoint.safetensors_file import DTYPES, StoredTensor
-from qwen35_jax.checkpoint.tensor_table import NEVER_NARROWED, BoundPart, BoundTensor, ParameterPath
+from qwen35_jax.checkpoint.tensor_table import NEVER_NARROWED, BoundPart, BoundTensor
 from qwen35_jax.errors import CheckpointError
 
 _PARAMETER_DTYPES = tuple(DTYPES[name] for name in ("F16", "BF16", "F32", "F64"))
@@ -50,39 +51,31 @@ def read_parameters(
         parameter_dtype: dtype to cast to; None keeps the file's. Parameters in `NEVER_NARROWED` are only ever
             widened.
         shardings: nested dictionary like the result, of `jax.sharding.Sharding`; None puts all on one device.
-        to_device: False leaves NumPy arrays (and float64 as it is, which JAX holds only with 64-bit types
-            on).
+        to_device: False leaves NumPy arrays. On a device, float64 becomes float32 unless JAX's 64-bit types
+            are on.
         advance: told of the bytes of every tensor or piece of one.
     """
+    families = [(tensors, _dtype_in_file(tensors, stored)) for tensors in _families(bound)]
     parameters: dict[str, Any] = {}
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-        for tensors in _families(bound):
-            parts = tensors[0].parts
-            in_file = _dtype_in_file(tensors, stored)
-            shards = []
-            for part in parts:
-                dtype = dtype_in_memory(part.path, in_file, parameter_dtype)
-                if to_device:
-                    dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
-                sharding = None if shardings is None else leaf(shardings, part.path)
-                shards.append(_allocate(tensors[0], part, dtype, sharding))
-            _read_family(tensors, stored, shards, pool, advance)
-            for part, pieces in zip(parts, shards, strict=True):
-                set_leaf(parameters, part.path, pieces.place() if to_device else pieces.whole())
+        for batch in _batches(families, stored):
+            filled: list[tuple[ParameterPath, _Shards]] = []
+            jobs: list[Callable[[], int]] = []
+            for tensors, in_file in batch:
+                shards = []
+                for part in tensors[0].parts:
+                    dtype = dtype_in_memory(part.path, in_file, parameter_dtype)
+                    if to_device:
+                        dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
+                    sharding = None if shardings is None else leaf(shardings, part.path)
+                    shards.append(_allocate(tensors[0], part, dtype, sharding))
+                    filled.append((part.path, shards[-1]))
+                jobs += [job for tensor in tensors for job in _jobs(tensor, stored[tensor.name], shards)]
+            for nbytes in pool.map(lambda job: job(), jobs):
+                advance(nbytes)
+            for path, pieces in filled:
+                set_leaf(parameters, path, pieces.place() if to_device else pieces.whole())
     return parameters
-
-
-@dataclasses.dataclass(frozen=True)
-class LazyParameter:
-    """A parameter that is still in the files, in the file's data type; `read` brings it to memory."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    read: Callable[[], np.ndarray]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def lazy_parameters(bound: Iterable[BoundTensor], stored: Mapping[str, StoredTensor]) -> dict[str, Any]:
@@ -98,8 +91,9 @@ def lazy_parameters(bound: Iterable[BoundTensor], stored: Mapping[str, StoredTen
                 tensors: list[BoundTensor] = tensors, allocate: Callable[[], _Shards] = shards
             ) -> np.ndarray:
                 parameter = allocate()
+                jobs = [job for tensor in tensors for job in _jobs(tensor, stored[tensor.name], [parameter])]
                 with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-                    _read_family(tensors, stored, [parameter], pool, lambda count: None)
+                    list(pool.map(lambda job: job(), jobs))
                 return parameter.whole()
 
             stack = () if tensors[0].repeats is None else (tensors[0].repeats,)
@@ -115,41 +109,19 @@ def _families(bound: Iterable[BoundTensor]) -> Iterable[list[BoundTensor]]:
     return families.values()
 
 
-def _read_family(
-    tensors: Sequence[BoundTensor],
-    stored: Mapping[str, StoredTensor],
-    shards: Sequence[_Shards],
-    pool: concurrent.futures.Executor,
-    advance: Advance,
-) -> None:
-    jobs = [job for tensor in tensors for job in _jobs(tensor, stored[tensor.name], shards)]
-    for nbytes in pool.map(lambda job: job(), jobs):
-        advance(nbytes)
-
-
-def leaf(tree: Any, path: ParameterPath) -> Any:
-    """The leaf of a nested dictionary that `path` leads to."""
-    for key in path:
-        tree = tree[key]
-    return tree
-
-
-def set_leaf(tree: dict[Any, Any], path: ParameterPath, value: Any) -> None:
-    """Put a leaf into a nested dictionary, making the dictionaries on the way."""
-    for key in path[:-1]:
-        tree = tree.setdefault(key, {})
-    tree[path[-1]] = value
-
-
-def parameter_leaves(
-    tree: Mapping[Any, Any], path: ParameterPath = ()
-) -> Iterator[tuple[ParameterPath, Any]]:
-    """Every leaf of a nested dictionary with its path."""
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from parameter_leaves(value, (*path, key))
-        else:
-            yield (*path, key), value
+def _batches(
+    families: Sequence[tuple[list[BoundTensor], np.dtype]], stored: Mapping[str, StoredTensor]
+) -> Iterator[list[tuple[list[BoundTensor], np.dtype]]]:
+    """Families enough to keep the threads busy, and few enough to be in host memory at once."""
+    batch: list[tuple[list[BoundTensor], np.dtype]] = []
+    nbytes = 0
+    for tensors, in_file in families:
+        batch.append((tensors, in_file))
+        nbytes += sum(stored[tensor.name].nbytes for tensor in tensors)
+        if nbytes >= _THREADS * _PIECE:
+            yield batch
+            batch, nbytes = [], 0
+    yield batch
 
 
 def dtype_in_memory(path: ParameterPath, file_dtype: np.dtype, parameter_dtype: DTypeLike | None) -> np.dtype:

@@ -20,17 +20,10 @@ from collections.abc import Iterator, Mapping
 import einops
 import numpy as np
 
+from qwen35_jax.checkpoint.parameter_tree import ParameterPath
 from qwen35_jax.config import ModelConfig, TextConfig
 from qwen35_jax.errors import CheckpointError
 from qwen35_jax.layer_groups import layer_groups, layer_locations
-
-ParameterPath = tuple[str | int, ...]
-"""Keys that lead to a leaf of the nested parameter dictionary."""
-
-
-def dotted(path: ParameterPath) -> str:
-    """A parameter's path as one word, for messages."""
-    return ".".join(map(str, path))
 
 
 @dataclasses.dataclass(frozen=True)
