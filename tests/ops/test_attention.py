@@ -248,20 +248,30 @@ def test_memory_of_the_gradient_grows_with_time_not_with_its_square(monkeypatch:
     assert temporary_bytes(8192) < 4.5 * temporary_bytes(2048)
 
 
-def test_decode_does_not_touch_unused_capacity():
-    shapes = {
-        "q": (2, 1, 4, 8),
-        "k": (2, 1, 2, 8),
-        "v": (2, 1, 2, 8),
-        "past_k": (2, 8192, 2, 8),
-        "past_v": (2, 8192, 2, 8),
-    }
-    for dtype in (jnp.bfloat16, jnp.float32):
-        arrays = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
-        lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
-        program = jax.jit(lambda a, n: attention(**a, past_lengths=n)).lower(arrays, lengths).compile()
-        # Room for blocks of the cache, not for a copy of it (in whatever dtype).
-        assert program.memory_analysis().temp_size_in_bytes < 2 * 8192 * 2 * 8 * 2 / 2
+def over_layers(arrays: dict[str, jax.Array], past_lengths: jax.Array) -> jax.Array:
+    """Attention of every layer of a stacked cache, as a scanned decoder runs it."""
+    layers = jnp.arange(arrays["past_k"].shape[0])
+    return jax.lax.map(lambda layer: attention(**arrays, past_lengths=past_lengths, layer=layer), layers)
+
+
+def test_layer_of_a_stacked_cache_equals_that_cache_alone(x64, small_blocks):
+    one, other = draw(2), draw(2, seed=1)
+    stacked = one | {name: np.stack([one[name], other[name]]) for name in ("past_k", "past_v")}
+    first, second = jax.jit(over_layers)(stacked, LENGTHS)
+    ones = np.ones_like(IDS)
+    np.testing.assert_allclose(first, expected(one, seen(ones, LENGTHS)), atol=1e-13)
+    other |= new_only(one)
+    np.testing.assert_allclose(second, expected(other, seen(ones, LENGTHS)), atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_decode_makes_no_copy_of_the_cache(dtype: jnp.dtype):
+    new, past = (2, 1, 2, 8), (3, 2, 16_384, 2, 8)
+    shapes = {"q": (2, 1, 4, 8), "k": new, "v": new, "past_k": past, "past_v": past}
+    arrays = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
+    program = jax.jit(over_layers).lower(arrays, jax.ShapeDtypeStruct((2,), jnp.int32)).compile()
+    keys_of_one_layer = np.prod(past[1:]) * jnp.dtype(dtype).itemsize
+    assert program.memory_analysis().temp_size_in_bytes < keys_of_one_layer / 2
 
 
 @pytest.mark.parametrize(

@@ -46,9 +46,10 @@ def attention(
     v: Float[Array, "batch time kv_heads head_dim"],
     *,
     segment_ids: Int[Array, "batch time"] | None = None,
-    past_k: Float[Array, "batch capacity kv_heads head_dim"] | None = None,
-    past_v: Float[Array, "batch capacity kv_heads head_dim"] | None = None,
+    past_k: Float[Array, "*layers batch capacity kv_heads head_dim"] | None = None,
+    past_v: Float[Array, "*layers batch capacity kv_heads head_dim"] | None = None,
     past_lengths: Int[Array, "batch"] | None = None,
+    layer: Int[Array, ""] | None = None,
 ) -> Float[Array, "batch time heads head_dim"]:
     """softmax(q k^T / sqrt(head_dim)) v, causal within each document.
 
@@ -71,6 +72,8 @@ def attention(
         document.
       past_k, past_v: cache before this call's tokens were written.
       past_lengths: filled slots of each row.
+      layer: given, past_k and past_v have a leading axis of layers, of which this one is read. In a scan over
+        layers, taking the layer out of the stack before the call would copy all its capacity.
 
     Returns:
       Outputs in the dtype of `q`. Products accumulate in float32 (float64), where the softmax runs; its
@@ -82,7 +85,7 @@ def attention(
     Source: Vaswani et al., "Attention Is All You Need" (2017), section 3.2; merging of partial softmaxes:
     Milakov & Gimelshein, "Online normalizer calculation for softmax" (2018).
     """
-    _check(q, k, v, segment_ids, past_k, past_v, past_lengths)
+    _check(q, k, v, segment_ids, past_k, past_v, past_lengths, layer)
     batch, time, heads, head_dim = q.shape
     kv_heads = k.shape[2]
     grouped = q.reshape(batch, time, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4)
@@ -97,7 +100,9 @@ def attention(
     softmax = _over_new_tokens(grouped, k.astype(q.dtype), v.astype(q.dtype), index)
     if past_k is not None and past_v is not None and past_lengths is not None:
         sees_past = jnp.ones((batch, time), bool) if index is None else index == 0
-        softmax = _merge(softmax, _over_past(grouped, past_k, past_v, past_lengths, sees_past))
+        if layer is None:
+            past_k, past_v, layer = past_k[None], past_v[None], jnp.int32(0)
+        softmax = _merge(softmax, _over_past(grouped, past_k, past_v, past_lengths, layer, sees_past))
 
     denominator = jnp.where(softmax.denominator == 0, 1, softmax.denominator)
     out = (softmax.numerator / denominator[..., None]).astype(q.dtype)
@@ -151,12 +156,13 @@ def _over_new_tokens(
 
 def _over_past(
     q: Float[Array, "b g r t d"],
-    past_k: Float[Array, "b capacity g d"],
-    past_v: Float[Array, "b capacity g d"],
+    past_k: Float[Array, "layers b capacity g d"],
+    past_v: Float[Array, "layers b capacity g d"],
     past_lengths: Int[Array, "b"],
+    layer: Int[Array, ""],
     sees_past: Bool[Array, "b t"],
 ) -> _Partial:
-    capacity = past_k.shape[1]
+    capacity = past_k.shape[2]
     block = min(PAST_BLOCK, capacity)
 
     def add_block(i, softmax):
@@ -165,7 +171,7 @@ def _over_past(
         start = jnp.minimum(i * block, capacity - block)
         slots = start + jnp.arange(block)
         filled = (slots >= i * block) & (slots < past_lengths[:, None])
-        k, v = (_slots(x, start, block).astype(q.dtype) for x in (past_k, past_v))
+        k, v = (_slots(x, layer, start, block).astype(q.dtype) for x in (past_k, past_v))
         v = jnp.where(filled[:, :, None, None], v, 0)
         return _merge(softmax, _attend(q, k, v, sees_past[:, :, None] & filled[:, None, :]))
 
@@ -177,15 +183,16 @@ def _over_past(
 
 
 def _slots(
-    cache: Float[Array, "b capacity g d"], start: Int[Array, ""], size: int
+    cache: Float[Array, "layers b capacity g d"], layer: Int[Array, ""], start: Int[Array, ""], size: int
 ) -> Float[Array, "b size g d"]:
-    """Slots start to start + size of a cache, in a loop over `start`.
+    """Slots start to start + size of one layer, in a loop over `start`.
 
     XLA's CPU compiler slices bfloat16 as float32. Without the barrier, which ties the cache to the loop's
     counter, it would widen the whole cache before the loop, whatever its filled length.
     """
     cache, start = lax.optimization_barrier((cache, start))
-    return lax.dynamic_slice_in_dim(cache, start, size, 1)
+    sizes = (1, cache.shape[1], size, *cache.shape[3:])
+    return lax.dynamic_slice(cache, (layer.astype(start.dtype), 0, start, 0, 0), sizes)[0]
 
 
 def _attend(
@@ -237,6 +244,7 @@ def _check(
     past_k: Float[Array, "..."] | None,
     past_v: Float[Array, "..."] | None,
     past_lengths: Int[Array, "..."] | None,
+    layer: Int[Array, ""] | None,
 ) -> None:
     batch, time, heads, head_dim = q.shape
     kv_heads = k.shape[2]
@@ -251,7 +259,8 @@ def _check(
     if any(given) and not all(given):
         raise ValueError(f"past_k, past_v, past_lengths: given {given}, expected all three or none")
     if past_k is not None:
-        past_shape = (batch, past_k.shape[1], kv_heads, head_dim)
+        leading = () if layer is None else past_k.shape[:1]
+        past_shape = (*leading, batch, past_k.shape[len(leading) + 1], kv_heads, head_dim)
         expected |= {"past_k": (past_k, past_shape), "past_v": (past_v, past_shape)}
         expected |= {"past_lengths": (past_lengths, (batch,))}
     for name, (array, shape) in expected.items():
