@@ -42,8 +42,8 @@ def gated_delta_rule(
         beta: write strength, in [0, 1].
         initial_state: the state before the first token, zeros if None. float32 (float64 among float64 inputs).
         segment_ids: 0 marks padding, which changes no state and outputs zero; a token whose last real predecessor
-            carries another id starts from a cleared state. `initial_state` belongs to the row's first segment. None: one
-            segment, no padding.
+            carries another id starts from a cleared state. `initial_state` belongs to the row's first segment.
+            None: one segment, no padding.
         method: `recurrent` walks the tokens, `chunked` the chunks, `associative` composes the chunks as affine maps.
             `auto` is `recurrent` for one token, else `chunked`.
         chunk_size: tokens per chunk. Any time length is allowed; the last chunk is filled with no-ops.
@@ -68,7 +68,8 @@ def gated_delta_rule(
     if segment_ids is not None:
         real = segment_ids != 0
         q, k, v, log_decay, beta = (
-            jnp.where(real.reshape(real.shape + (1,) * (x.ndim - 2)), x, 0) for x in (q, k, v, log_decay, beta)
+            jnp.where(real.reshape(real.shape + (1,) * (x.ndim - 2)), x, 0)
+            for x in (q, k, v, log_decay, beta)
         )
         starts, segments = segment_starts(segment_ids), segment_index(segment_ids)
 
@@ -83,7 +84,7 @@ def gated_delta_rule(
         outputs, state = recurrent(q, k, v, log_decay, beta, state, starts)
     else:
         run = chunked if method == "chunked" else associative
-        outputs, state = run(q, k, v, log_decay, beta, state, segments, chunk_size)
+        outputs, state = run(q, k, v, log_decay, beta, state, segments, min(chunk_size, time))
     state = state.reshape(batch, key_heads, key_dim, group, value_dim).swapaxes(2, 3)
     return (
         outputs.reshape(batch, time, value_heads, value_dim),
@@ -117,7 +118,9 @@ def _check(q, k, v, log_decay, beta, initial_state, segment_ids, method, chunk_s
     }
     for name, (array, shape) in expected.items():
         if array is not None and array.shape != shape:
-            raise ValueError(f"{name} has shape {array.shape}; expected {shape} to go with q of shape {q.shape}")
+            raise ValueError(
+                f"{name} has shape {array.shape}; expected {shape} to go with q of shape {q.shape}"
+            )
     if initial_state is not None:
         double = any(x.dtype == jnp.float64 for x in (q, k, v, log_decay, beta))
         state_dtype = jnp.dtype(jnp.float64 if double else jnp.float32)

@@ -22,6 +22,7 @@ from qwen35_jax.ops.gated_delta_rule.chunk import (
     split,
 )
 
+
 class StateMap(NamedTuple):
     """S -> `transition` S + `write`, for each value head."""
 

@@ -89,8 +89,8 @@ def split_cumsum(
 
     After an early token with log decay -2000, differences of a plain float32 sum are wrong by 1e-4, and so would be
     every decay between late tokens. Here each value is cut into a multiple of a power of two, so coarse that sums of
-    these are exact, and a remainder so small that the rounding of its sums does not matter; differences are taken part by
-    part. Log decays below -1000 count as -1000: exp is 0 for both, in float64 as well.
+    these are exact, and a remainder so small that the rounding of its sums does not matter; differences are taken
+    part by part. Log decays below -1000 count as -1000: exp is 0 for both, in float64 as well.
     """
     size, floor = log_decay.shape[-1], -1000
     log_decay = jnp.maximum(log_decay, floor)
@@ -180,7 +180,7 @@ def advance_gradient(
     terms: ChunkTerms,
     d_state: Float[Array, "*chunks key_heads key_dim values"],
     d_outputs: Float[Array, "*chunks size key_heads group value_dim"],
-) -> tuple[Float[Array, "*chunks key_heads key_dim values"], tuple[Array, Array, Array, Array, Array]]:
+) -> tuple[Float[Array, "*chunks key_heads key_dim values"], Chunk]:
     """Gradient of `advance` and `chunk_terms` together, written out.
 
     Against automatic differentiation it saves the derivative of the inverse: with v' = X w, the gradient of L is
@@ -193,7 +193,7 @@ def advance_gradient(
         d_outputs: gradient with respect to the outputs.
 
     Returns:
-        The gradient with respect to `state`, and those with respect to q, k, v, log_decay and beta of the `Chunk`.
+        The gradients with respect to `state` and to the arrays of the `Chunk`.
     """
     q, k, v, _, query_key, key_key, decay, _, inverse = terms
     group = v.shape[-3]
@@ -235,12 +235,14 @@ def advance_gradient(
     d_log_decay = product(d_total, jnp.tril(jnp.ones((size, size), d_total.dtype)))
 
     d_before = _fade(d_state, terms) + product_tn(k, d_recalled) + product_tn(q, d_read)
-    return d_before, (
+    return d_before, Chunk(
         d_q.swapaxes(-3, -2),
         d_k.swapaxes(-3, -2),
         jnp.moveaxis(d_error, -2, -4),
         jnp.moveaxis(d_log_decay, -1, -3),
         jnp.moveaxis(d_beta, -1, -3),
+        segment=None,
+        segment_before=None,
     )
 
 

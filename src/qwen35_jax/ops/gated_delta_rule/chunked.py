@@ -74,14 +74,10 @@ def _walk_backward(kept, cotangents):
         d_state, d_chunk = advance_gradient(state, terms, d_state, _at(d_outputs, index))
         return (d_state, _put(gradients, d_chunk, index)), None
 
-    inputs = (chunks.q, chunks.k, chunks.v, chunks.log_decay, chunks.beta)
-    (d_state, gradients), _ = jax.lax.scan(
-        body,
-        (d_state, jax.tree.map(jnp.zeros_like, inputs)),
-        (jnp.arange(chunks.v.shape[1]), states),
-        reverse=True,
-    )
-    return Chunk(*gradients, None, None), d_state
+    zeros = jax.tree.map(jnp.zeros_like, chunks._replace(segment=None, segment_before=None))
+    steps = (jnp.arange(chunks.v.shape[1]), states)
+    (d_state, gradients), _ = jax.lax.scan(body, (d_state, zeros), steps, reverse=True)
+    return gradients, d_state
 
 
 _walk.defvjp(_walk_forward, _walk_backward)
