@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import hypothesis
 import hypothesis.strategies as st
 import jax
 import numpy as np
+import pytest
 
 from qwen35_jax.checkpoint.export import export_hf
 from qwen35_jax.checkpoint.hf import load_hf
 from qwen35_jax.checkpoint.parameter_tree import parameter_leaves
-from qwen35_jax.checkpoint.tensor_table import SPELLINGS, bound_tensors, parameter_shapes
+from qwen35_jax.checkpoint.tensor_table import (
+    KEPT_PREFIXES,
+    SPELLINGS,
+    Spelling,
+    bound_tensors,
+    parameter_shapes,
+)
 from qwen35_jax.config import ModelConfig
 from qwen35_jax.model import abstract_model
 from tests.checkpoint import tiny_checkpoint as tiny
 from tests.checkpoint.tiny_checkpoint import same_bytes, tensor_shapes, write_checkpoint, write_files
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "tensor_names"
 
 
 def read_layers(folder: Path) -> dict:
@@ -173,3 +183,27 @@ def test_kept_layout_does_not_hide_a_table_that_is_wrong(tmp_path: Path) -> None
     before, after = tiny.read_tensors(tmp_path / "in"), tiny.read_tensors(tmp_path / "out")
     changed = {name for name in before if not same_bytes(before[name], after[name])}
     assert changed == {f"model.language_model.layers.{i}.self_attn.q_proj.weight" for i in (3, 7)}
+
+
+@pytest.mark.parametrize(
+    ("names", "spelling"), [("vlm_dense", SPELLINGS[0]), ("causal_dense", SPELLINGS[2])], ids=str
+)
+def test_names_and_shapes_are_those_that_transformers_has(names: str, spelling: Spelling) -> None:
+    lines = (GOLDEN / f"{names}.txt").read_text().splitlines()
+    listed = {name: tuple(json.loads(shape)) for name, shape in (line.split("\t") for line in lines)}
+    data = tiny.config_json(
+        layer_types=tiny.MOTIF,
+        vocab_size=640,
+        hidden_size=96,
+        intermediate_size=112,
+        num_attention_heads=4,
+        head_dim=64,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=24,
+        rope_parameters={"rope_theta": 10000.0, "partial_rotary_factor": 0.25, "mrope_section": [3, 3, 2]},
+    )
+    data["vision_config"]["out_hidden_size"] = 96
+    bound = bound_tensors(ModelConfig.from_hf(data), spelling, mtp=False, lm_head=False)
+    found = {tensor.name: tensor.shape for tensor in bound}
+    assert found == {name: shape for name, shape in listed.items() if not name.startswith(KEPT_PREFIXES)}

@@ -48,11 +48,6 @@ PARAMETERS = "params"
 KEPT_FILE = "kept.safetensors"
 
 
-def is_orbax_folder(folder: Path) -> bool:
-    """Whether a folder was written by `save_orbax`."""
-    return (folder / PARAMETERS / "_METADATA").is_file()
-
-
 def convert_to_orbax(
     source: str | Path, destination: str | Path, *, progress: Progress = quiet
 ) -> ModelConfig:

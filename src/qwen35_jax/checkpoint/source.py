@@ -113,7 +113,7 @@ def load(
 
 def convert(source: str | Path, destination: str | Path, *, progress: Progress = quiet) -> ModelConfig:
     """Turn a model in Hugging Face layout into an Orbax folder; see `orbax.convert_to_orbax`."""
-    from qwen35_jax.checkpoint.orbax import convert_to_orbax, is_orbax_folder
+    from qwen35_jax.checkpoint.orbax import convert_to_orbax
 
     check_destination(Path(destination))
     folder = find_model(source)
@@ -149,9 +149,14 @@ def export(
     return config
 
 
+def is_orbax_folder(folder: Path) -> bool:
+    """Whether a folder has the layout of `save_orbax` and not that of Hugging Face."""
+    return (folder / "params").is_dir() and not has_weights(folder)
+
+
 def _load_folder(folder: Path, **options: Any) -> tuple[ModelConfig, Parameters, Any]:
     # Orbax takes a second to import, which a model in Hugging Face layout need not wait for.
-    if (folder / "params").is_dir():
+    if is_orbax_folder(folder):
         from qwen35_jax.checkpoint.orbax import load_orbax
 
         return load_orbax(folder, **options)
@@ -165,7 +170,7 @@ def _load_folder(folder: Path, **options: Any) -> tuple[ModelConfig, Parameters,
 
 def _mtp_among_parameters(folder: Path) -> bool:
     """Whether an Orbax folder stores the MTP head as parameters, and not as kept tensors."""
-    if not (folder / "params").is_dir():
+    if not is_orbax_folder(folder):
         return False
     from qwen35_jax.checkpoint.orbax import holds_mtp
 
