@@ -81,6 +81,7 @@ def test_b56_duplicate_key_in_weight_map_is_refused(sharded: Path) -> None:
         "../x.safetensors",
         "/abs/x.safetensors",
         "sub/../../x.safetensors",
+        "sub/../model-00001-of-00003.safetensors",
         "..",
         "",
         "sub\\..\\..\\x.safetensors",
@@ -100,6 +101,7 @@ def test_b55_shard_outside_the_folder_is_refused_with_no_file_opened(
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "x.safetensors").write_bytes((sharded / "model-00001-of-00003.safetensors").read_bytes())
+    (sharded / "sub").mkdir()
     (sharded / "link.safetensors").symlink_to(outside / "x.safetensors")
     (sharded / "linked_folder").symlink_to(outside)
     (sharded / "loop.safetensors").symlink_to(sharded / "loop.safetensors")
