@@ -191,8 +191,9 @@ def _slots(
     counter, it would widen the whole cache before the loop, whatever its filled length.
     """
     cache, start = lax.optimization_barrier((cache, start))
+    zero = jnp.zeros_like(start)  # all of one type: with 64-bit types on, a plain 0 is an int64
     sizes = (1, cache.shape[1], size, *cache.shape[3:])
-    return lax.dynamic_slice(cache, (layer.astype(start.dtype), 0, start, 0, 0), sizes)[0]
+    return lax.dynamic_slice(cache, (layer.astype(start.dtype), zero, start, zero, zero), sizes)[0]
 
 
 def _attend(
