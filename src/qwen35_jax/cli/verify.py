@@ -13,11 +13,10 @@ from qwen35_jax.cli.options import DTYPES, add_json_option
 from qwen35_jax.config import ModelConfig, published
 from qwen35_jax.errors import ConfigError
 from qwen35_jax.verify import require_reference
+from qwen35_jax.verify.report import BOUNDS, Bounds, Report
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from qwen35_jax.verify.run import Report
 
 HELP = (
     "Compare a model with the official implementation (transformers, in float64) on the same weights and tokens: "
@@ -76,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     # Only now: these bring PyTorch.
     import transformers
 
-    from qwen35_jax.verify.run import BOUNDS, Bounds, verify_checkpoint, verify_reduced
+    from qwen35_jax.verify.run import verify_checkpoint, verify_reduced
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

@@ -39,6 +39,7 @@ from qwen35_jax.verify.reference import (
     random_reference,
     write_checkpoint,
 )
+from qwen35_jax.verify.report import Errors, note_worst
 
 BATCH = 2
 DECODED = 2
@@ -52,44 +53,6 @@ CUTS: dict[int, tuple[tuple[int, ...], ...]] = {
 CAPACITY = max(CUTS) + DECODED
 
 Progress = Callable[[str], None]
-
-
-@dataclasses.dataclass
-class Errors:
-    """Worst relative errors over everything that was compared.
-
-    Attributes:
-        nodes: by node name, each fed with the reference's inputs, worst over layers and calls.
-        layers: by kind, a whole layer fed with the reference's input and cache.
-        end_to_end: of our model run by itself: `forward`, `prefill`, `chunked_prefill`, `decode` (logits) and
-            `cache` (every layer's memory at the end).
-    """
-
-    nodes: dict[str, float] = dataclasses.field(default_factory=dict)
-    layers: dict[str, float] = dataclasses.field(default_factory=dict)
-    end_to_end: dict[str, float] = dataclasses.field(default_factory=dict)
-
-    def merge(self, other: Errors) -> None:
-        """Take over what is worse in `other`."""
-        for mine, theirs in (
-            (self.nodes, other.nodes),
-            (self.layers, other.layers),
-            (self.end_to_end, other.end_to_end),
-        ):
-            for name, value in theirs.items():
-                _note(mine, name, value)
-
-    @property
-    def worst_node(self) -> float:
-        return float(np.max(list(self.nodes.values())))  # NaN wins, unlike in max()
-
-    @property
-    def worst_end_to_end(self) -> float:
-        return float(np.max(list(self.end_to_end.values())))
-
-
-def _note(worst: dict[str, float], name: str, value: Any) -> None:
-    worst[name] = float(np.maximum(worst.get(name, 0.0), float(value)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,13 +135,13 @@ def _compare_sequence(pair: Pair, tokens: np.ndarray, pieces: Sequence[int]) -> 
         else:
             phase = "decode"
             logits, cache = decode_step(pair.graphdef, pair.parameters, ids[:, 0], cache)
-        _note(errors.end_to_end, phase, _relative_error(logits, record.logits[:, -1]))
+        note_worst(errors.end_to_end, phase, _relative_error(logits, record.logits[:, -1]))
         if phase == "prefill":
             logits = _forward(pair.graphdef, pair.parameters, ids)
-            _note(errors.end_to_end, "forward", _relative_error(logits, record.logits))
+            note_worst(errors.end_to_end, "forward", _relative_error(logits, record.logits))
         start += size
     assert record is not None
-    _note(errors.end_to_end, "cache", _cache_error(pair.config, cache, record))
+    note_worst(errors.end_to_end, "cache", _cache_error(pair.config, cache, record))
     return errors
 
 
@@ -216,9 +179,9 @@ def _node_errors(pair: Pair, record: CallRecord, past: int) -> Errors:
     for kind, errors in jax.device_get(found):
         for name, value in errors.items():
             if name == "layer":
-                _note(worst.layers, kind, value)
+                note_worst(worst.layers, kind, value)
             else:
-                _note(worst.nodes, name, value)
+                note_worst(worst.nodes, name, value)
     worst.nodes = {name: worst.nodes[name] for name in NODES if name in worst.nodes}
     return worst
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -13,7 +11,6 @@ from jax.typing import DTypeLike
 from qwen35_jax.config import ModelConfig
 from qwen35_jax.verify.comparison import (
     CUTS,
-    Errors,
     Progress,
     checkpoint_pair,
     compare,
@@ -21,61 +18,7 @@ from qwen35_jax.verify.comparison import (
 )
 from qwen35_jax.verify.float64 import one_thread
 from qwen35_jax.verify.profiles import reduced_profile
-
-
-@dataclasses.dataclass(frozen=True)
-class Bounds:
-    """Largest relative errors that pass.
-
-    Attributes:
-        node: of a node fed with the reference's inputs.
-        end_to_end: of the whole model run by itself.
-    """
-
-    node: float
-    end_to_end: float
-
-
-# The reference always runs in float64, so in a narrower dtype the error is that dtype's own rounding. Float64: the
-# level that a public conformance project reports for the official code against its formal specification.
-BOUNDS: dict[str, Bounds] = {
-    "float64": Bounds(node=4.1e-14, end_to_end=1e-12),
-    "float32": Bounds(node=2e-5, end_to_end=1e-3),
-    "bfloat16": Bounds(node=5e-2, end_to_end=5e-1),
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Report:
-    """What was found, and whether it is within the bounds."""
-
-    errors: Errors
-    bounds: Bounds
-    dtype: str
-    lengths: tuple[int, ...]
-    draws: int
-
-    @property
-    def passed(self) -> bool:
-        # Written so that NaN fails.
-        nodes_hold = self.errors.worst_node <= self.bounds.node
-        return nodes_hold and self.errors.worst_end_to_end <= self.bounds.end_to_end
-
-    def to_json(self) -> dict[str, Any]:
-        """The object that `qwen35 verify --json` prints."""
-        return {
-            "passed": self.passed,
-            "dtype": self.dtype,
-            "max_relative_error": self.errors.worst_node,
-            "bound": self.bounds.node,
-            "end_to_end_relative_error": self.errors.worst_end_to_end,
-            "end_to_end_bound": self.bounds.end_to_end,
-            "nodes": self.errors.nodes,
-            "layers": self.errors.layers,
-            "end_to_end": self.errors.end_to_end,
-            "lengths": list(self.lengths),
-            "draws": self.draws,
-        }
+from qwen35_jax.verify.report import BOUNDS, Bounds, Errors, Report
 
 
 def verify_checkpoint(
