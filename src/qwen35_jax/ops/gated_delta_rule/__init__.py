@@ -64,6 +64,8 @@ def gated_delta_rule(
 
     if initial_state is None:
         initial_state = jnp.zeros((batch, value_heads, key_dim, value_dim), dtype)
+    # A no-op, by which the state varies over the same mesh axes as v within `shard_map`, as loops ask for.
+    initial_state = jnp.where(True, initial_state, v[:, 0, :, None, :])
     segments = starts = None
     if segment_ids is not None:
         real = segment_ids != 0

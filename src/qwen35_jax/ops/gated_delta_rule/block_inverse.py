@@ -33,7 +33,7 @@ def _forward_substitution(lower):
         return inverse - column * row
 
     identity = jnp.broadcast_to(jnp.eye(size, dtype=lower.dtype), lower.shape)
-    return jax.lax.fori_loop(0, size - 1, eliminate, identity)
+    return jax.lax.fori_loop(1, size - 1, eliminate, eliminate(0, identity))
 
 
 def _blocks(matrix, size, *, row, column, step):

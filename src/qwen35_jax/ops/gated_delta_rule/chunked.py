@@ -41,15 +41,18 @@ def _put(tree, update, index):
     )
 
 
+def _blank(x):
+    """Zeros to write into. Selecting costs nothing, and lets them vary over the mesh axes of `x` in `shard_map`."""
+    return jnp.where(False, x, jnp.zeros_like(x))
+
+
 def _forward(chunks, state, *, keep_states):
     def body(carry, index):
         state, outputs = carry
         after, output = advance(state, chunk_terms(_at(chunks, index)))
         return (after, _put(outputs, output, index)), state if keep_states else None
 
-    (state, outputs), states = jax.lax.scan(
-        body, (state, jnp.zeros_like(chunks.v)), jnp.arange(chunks.v.shape[1])
-    )
+    (state, outputs), states = jax.lax.scan(body, (state, _blank(chunks.v)), jnp.arange(chunks.v.shape[1]))
     return (outputs, state), states
 
 
@@ -74,7 +77,7 @@ def _walk_backward(kept, cotangents):
         d_state, d_chunk = advance_gradient(state, terms, d_state, _at(d_outputs, index))
         return (d_state, _put(gradients, d_chunk, index)), None
 
-    zeros = jax.tree.map(jnp.zeros_like, chunks._replace(segment=None, segment_before=None))
+    zeros = jax.tree.map(_blank, chunks._replace(segment=None, segment_before=None))
     steps = (jnp.arange(chunks.v.shape[1]), states)
     (d_state, gradients), _ = jax.lax.scan(body, (d_state, zeros), steps, reverse=True)
     return gradients, d_state
