@@ -18,9 +18,12 @@ class TokenContext:
         rotary_sin: their sines.
         segment_ids: 0 marks padding, positive numbers are documents; None means one document, no padding.
         past_lengths: tokens that each row's cache holds already; None without a cache.
+        repeat: which repeat of the layer pattern is running, and so which part of a stacked cache is its own; None
+            outside a stack.
     """
 
     rotary_cos: Float[Array, "batch time rotary_half"]
     rotary_sin: Float[Array, "batch time rotary_half"]
     segment_ids: Int[Array, "batch time"] | None
     past_lengths: Int[Array, " batch"] | None
+    repeat: Int[Array, ""] | None = None

@@ -5,15 +5,17 @@ Parameters and caches of a pattern are stacked over its repeats, so tracing and 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from qwen35_jax.cache import LayerCache
+from qwen35_jax.cache import AttentionCache, LayerCache
 from qwen35_jax.config import LayerKind, TextConfig
 from qwen35_jax.layer_groups import layer_groups
 from qwen35_jax.nn.context import TokenContext
@@ -136,16 +138,30 @@ class Decoder(nnx.Module):
         updates = []
         for index, stacked in enumerate(self.groups):
             graphdef, parameters = nnx.split(stacked)
+            repeats = jnp.arange(jax.tree.leaves(parameters)[0].shape[0])
+            group = None if caches is None else caches[index]
+            # Keys and values are not scanned over: that would copy their whole capacity, used or not, at every call.
+            states = None if group is None else tuple(None if _is_attention(c) else c for c in group)
 
-            def run_motif(x, scanned, graphdef=graphdef):
-                parameters, caches = scanned
-                x, updates = nnx.merge(graphdef, parameters)(x, context, caches)
-                return x, None if caches is None else updates
+            def run_motif(x, scanned, graphdef=graphdef, group=group):
+                parameters, repeat, states = scanned
+                here = dataclasses.replace(context, repeat=repeat)
+                memory = None if group is None else tuple(map(_present, states, group))
+                x, updates = nnx.merge(graphdef, parameters)(x, here, memory)
+                return x, None if group is None else updates
 
             body = jax.checkpoint(run_motif, prevent_cse=False) if rematerialize else run_motif
-            x, update = jax.lax.scan(body, x, (parameters, None if caches is None else caches[index]))
+            x, update = jax.lax.scan(body, x, (parameters, repeats, states))
             updates.append(update)
         return x, None if caches is None else tuple(updates)
+
+
+def _is_attention(cache: LayerCache) -> bool:
+    return isinstance(cache, AttentionCache)
+
+
+def _present(scanned: LayerCache | None, whole: LayerCache) -> LayerCache:
+    return whole if scanned is None else scanned
 
 
 def _stack(make: Callable[[Keys], nnx.Module], repeats: int, keys: Keys) -> nnx.Module:

@@ -61,7 +61,7 @@ class GatedAttention(nnx.Module):
         Args:
             x: normed hidden values.
             context: rotary phases, segment ids and how many tokens the cache holds.
-            cache: keys and values of earlier tokens (read only), or None.
+            cache: keys and values of earlier tokens (read only), of all repeats of the pattern together; or None.
 
         Returns:
             The layer's contribution to the residual, and the keys and values of these tokens alone: the
@@ -119,6 +119,7 @@ class GatedAttention(nnx.Module):
             past_k=None if cache is None else cache.key,
             past_v=None if cache is None else cache.value,
             past_lengths=None if cache is None else context.past_lengths,
+            layer=None if cache is None else context.repeat,
         )
 
     @jax.named_scope("attn.gate")
