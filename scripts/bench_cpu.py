@@ -121,9 +121,9 @@ def bench_prefill_and_decode(parts: set[str], folder: Path, reference: Any) -> I
         for length in (512, 2048):
             ids = np.random.default_rng(length).integers(0, vocabulary, (1, length))
             tokens, peer_tokens = jnp.asarray(ids, jnp.int32), torch.from_numpy(ids)
-            programs = {f"ours {name}": lambda name=name: ours_prefill(name, tokens) for name in models}
+            programs = {f"ours {name}": functools.partial(ours_prefill, name, tokens) for name in models}
             programs |= {
-                f"transformers {name}": lambda name=name: peer_prefill(name, peer_tokens)
+                f"transformers {name}": functools.partial(peer_prefill, name, peer_tokens)
                 for name in references
             }
             yield compare(f"prefill of {length} tokens", time_in_turn(programs, rounds=3))
