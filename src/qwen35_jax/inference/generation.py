@@ -117,7 +117,7 @@ def check_prompts(
         if not ids:
             raise PromptError(f"prompt {row} is empty: give at least one token to continue from")
         tokens.append(ids)
-        per_row.append(_fit_to_context(row, len(ids), wanted, config.max_position_embeddings))
+        per_row.append(_fit_to_context(row, len(ids), wanted, config.max_context))
     return tokens, per_row
 
 
@@ -138,13 +138,13 @@ def _fit_to_context(row: int, length: int, wanted: GenerationSettings, context: 
     if room <= 0:
         raise PromptError(
             f"prompt {row} has {length} tokens, which leaves no room to answer in the model's context of "
-            f"{context} (max_position_embeddings): shorten the prompt"
+            f"{context} tokens: shorten the prompt"
         )
     new = wanted.max_new_tokens or max(min(DEFAULT_NEW_TOKENS, room), wanted.min_new_tokens)
     if new > room:
         raise PromptError(
             f"prompt {row} has {length} tokens and {new} more are asked for, but the model's context is "
-            f"{context} (max_position_embeddings): ask for at most {room} or shorten the prompt"
+            f"{context} tokens: ask for at most {room} or shorten the prompt"
         )
     return dataclasses.replace(wanted, max_new_tokens=new)
 
@@ -225,7 +225,7 @@ class _Run:
         """A cache with room for everything, and logits for the first chunk to replace."""
         text = self.model.config.text
         needed = max(len(prompt) + int(most) for prompt, most in zip(self.prompts, self.most, strict=True))
-        capacity = cache_capacity(needed, text.max_position_embeddings)
+        capacity = cache_capacity(needed, text.max_context)
         dtype = nnx.merge(self.model.graphdef, self.model.params).dtype
         cache = init_cache(text, batch=len(self.prompts), capacity=capacity, dtype=dtype)
         logits = jnp.zeros((len(self.prompts), text.vocab_size), jnp.promote_types(dtype, jnp.float32))
