@@ -90,15 +90,22 @@ def run(arrays, **options):
     )
 
 
-@jax.jit(static_argnames=("method", "chunk_size"))
 def values(arrays, segment_ids=None, *, method, chunk_size=16):
+    return _values(arrays, segment_ids, method, chunk_size)
+
+
+def gradients(arrays, weights, segment_ids=None, *, method, chunk_size=16):
+    """Gradients of <weights[0], outputs> + <weights[1], final state> with respect to every input, by name."""
+    return _gradients(arrays, weights, segment_ids, method, chunk_size)
+
+
+@jax.jit(static_argnums=(2, 3))
+def _values(arrays, segment_ids, method, chunk_size):
     return run(arrays, segment_ids=segment_ids, method=method, chunk_size=chunk_size)
 
 
-@jax.jit(static_argnames=("method", "chunk_size"))
-def gradients(arrays, weights, segment_ids=None, *, method, chunk_size=16):
-    """Gradients of <weights[0], outputs> + <weights[1], final state> with respect to every input, by name."""
-
+@jax.jit(static_argnums=(3, 4))
+def _gradients(arrays, weights, segment_ids, method, chunk_size):
     def loss(arrays):
         outputs, state = run(arrays, segment_ids=segment_ids, method=method, chunk_size=chunk_size)
         return jnp.vdot(weights[0], outputs) + jnp.vdot(weights[1], state)

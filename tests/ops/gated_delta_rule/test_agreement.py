@@ -113,7 +113,7 @@ def test_gradients_are_the_slope_of_the_loop_over_tokens(x64, name):
         assert np.vdot(found[name], direction) == pytest.approx(slope, rel=1e-6), method
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["recurrent", "chunked"])
 def test_no_segment_ids_means_one_segment(x64, method):
     shape, _ = SHAPES["ragged"]
     arrays = example(1, **shape)
@@ -150,24 +150,25 @@ def test_padding_outputs_zero_and_hides_whatever_it_holds(x64, method):
 
 
 def test_b08_packed_documents_equal_separate_runs(x64):
-    lengths = (5, 1, 2, 8, 19)
-    shape = {"batch": 1, "key_heads": 2, "group": 2, "key_dim": 8, "value_dim": 6}
-    arrays = example(8, time=sum(lengths), **shape)
+    shape, _ = SHAPES["ragged"]
+    arrays = example(8, **shape)
     weights = weights_for(arrays, 8)
-    segment_ids = np.repeat(np.arange(1, 6), lengths)[None].astype(np.int32)
+    row = np.repeat([1, 2, 3, 4, 5, 0], [5, 1, 2, 8, 19, 2])
+    segment_ids = np.stack([row, row]).astype(np.int32)
     outputs, state = values(arrays, segment_ids, method="chunked")
     packed = gradients(arrays, weights, segment_ids, method="chunked")
     for document in range(1, 6):
-        here = segment_ids[0] == document
+        here = row == document
+        only = (segment_ids == document).astype(np.int32)
         # Only the first document of the row continues the state that came in, only the last one leaves its state.
         first, last = document == 1, document == 5
         alone = {**arrays, "initial_state": arrays["initial_state"] * first}
-        alone_outputs, alone_state = loop(**alone, segment_ids=here[None].astype(np.int32))
+        alone_outputs, alone_state = loop(**alone, segment_ids=only)
         assert relative_error(outputs[:, here], alone_outputs[:, here]) < 1e-12
         if last:
             assert relative_error(state, alone_state) < 1e-12
         alone_weights = (weights[0], weights[1] * last)
-        expected = gradients(alone, alone_weights, here[None].astype(np.int32), method="recurrent")
+        expected = gradients(alone, alone_weights, only, method="recurrent")
         for name in NAMES[:5]:
             scale = np.max(np.abs(packed[name]))
             assert relative_error(packed[name][:, here], expected[name][:, here], scale) < 1e-12, name
@@ -226,11 +227,11 @@ def test_b18_any_split_equals_one_shot(x64, split):
 
 
 def test_b20_prefill_then_single_steps_equals_one_shot():
-    arrays = example(20, batch=2, time=50, key_heads=2, group=2, key_dim=8, value_dim=6, dtype=np.float32)
-    outputs, state = values(arrays, method="auto")
+    arrays = example(20, batch=1, time=50, key_heads=2, group=2, key_dim=8, value_dim=6, dtype=np.float32)
+    outputs, state = values(arrays, method="chunked")
     head = {name: arrays[name][:, :33] for name in NAMES[:5]}
     pieces, running = [], arrays["initial_state"]
-    piece, running = values({**head, "initial_state": running}, method="auto")
+    piece, running = values({**head, "initial_state": running}, method="chunked")
     pieces.append(piece)
     for t in range(33, 50):
         token = {name: arrays[name][:, t : t + 1] for name in NAMES[:5]}

@@ -48,18 +48,13 @@ def test_a_product_of_powers_would_lose_them_so_these_keys_are_a_test():
     assert np.linalg.norm(neumann - expected) / np.linalg.norm(expected) > 1e3
 
 
-def test_derivatives_match_those_of_a_general_inverse_both_ways(x64):
+def test_derivatives_are_the_slope_of_a_general_inverse_both_ways(x64):
     lower = system("correlated", 24)
     weights, direction = np.random.default_rng(1).normal(size=(2, *lower.shape))
     direction = np.tril(direction, -1)
-
-    def general(lower):
-        return jnp.linalg.inv(jnp.eye(24) + lower)
-
-    gradients = [
-        jnp.tril(jax.jit(jax.grad(lambda x, f=f: jnp.vdot(weights, f(x))))(lower), -1)
-        for f in (unit_lower_inverse, general)
-    ]
-    np.testing.assert_allclose(*gradients, rtol=1e-10, atol=1e-10)
-    tangents = [jax.jvp(jax.jit(f), (lower,), (direction,))[1] for f in (unit_lower_inverse, general)]
-    np.testing.assert_allclose(*tangents, rtol=1e-10, atol=1e-10)
+    ends = [np.linalg.inv(np.eye(24) + lower + step * direction) for step in (1e-6, -1e-6)]
+    slope = (ends[0] - ends[1]) / 2e-6
+    _, tangent = jax.jvp(inverse, (lower,), (direction,))
+    np.testing.assert_allclose(tangent, slope, rtol=1e-6, atol=1e-7)
+    gradient = jax.grad(lambda x: jnp.vdot(weights, inverse(x)))(lower)
+    assert np.vdot(gradient, direction) == pytest.approx(np.vdot(weights, slope), rel=1e-6)

@@ -20,7 +20,8 @@ from tests.ops.gated_delta_rule.oracle import (
 )
 
 METHODS = ("recurrent", "chunked", "associative")
-SHAPE = {"batch": 1, "time": 40, "key_heads": 2, "group": 1, "key_dim": 8, "value_dim": 6}
+SHAPE = {"batch": 2, "time": 37, "key_heads": 3, "group": 2, "key_dim": 16, "value_dim": 12}
+ONE_SEGMENT = np.ones((2, 37), np.int32)
 
 
 def with_decay(tokens, dtype=np.float32):
@@ -45,19 +46,19 @@ CASES = {
 def test_b14_state_and_late_keys_survive_large_decays(case, method):
     arrays = with_decay(CASES[case])
     expected = loop(**arrays)
-    for x, y in zip(values(arrays, method=method), expected, strict=True):
+    for x, y in zip(values(arrays, ONE_SEGMENT, method=method), expected, strict=True):
         assert relative_error(x, y) < 1e-5
-    found = gradients(arrays, weights_for(arrays, 14), method=method)
+    found = gradients(arrays, weights_for(arrays, 14), ONE_SEGMENT, method=method)
     assert all(np.all(np.isfinite(found[name])) for name in NAMES)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_b14_a_state_factor_of_one_is_one_between_factors_far_from_it(x64, method):
     arrays = with_decay([-90, 90], np.float64)
-    for x, y in zip(values(arrays, method=method), loop(**arrays), strict=True):
+    for x, y in zip(values(arrays, ONE_SEGMENT, method=method), loop(**arrays), strict=True):
         assert relative_error(x, y) < 1e-12
     arrays["beta"] = np.zeros_like(arrays["beta"])  # nothing is written: the state only fades and comes back
-    _, state = values(arrays, method=method)
+    _, state = values(arrays, ONE_SEGMENT, method=method)
     np.testing.assert_allclose(state, arrays["initial_state"], rtol=1e-12)
 
 
@@ -74,12 +75,12 @@ def test_differences_of_decay_sums_are_exact_after_a_large_one():
     assert np.max(np.abs((plain[:, None] - plain) - (exact[:, None] - exact))[5:, 5:]) > 1e-5
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["chunked", "associative"])
 def test_b15_no_exponential_of_a_positive_number_is_ever_taken(monkeypatch, method):
-    # Above the diagonal of a chunk the differences of these decays reach +195: exp of them would be infinite.
+    # Above the diagonal of a chunk the differences of these decays reach +75: exp of them would be infinite.
     arrays = example(15, **SHAPE, dtype=np.float32)
     arrays["log_decay"] = np.full_like(arrays["log_decay"], -5)
-    segment_ids = np.repeat([1, 0, 2, 3], [9, 3, 20, 8])[None].astype(np.int32)
+    segment_ids = np.tile(np.repeat([1, 0, 2, 3], [9, 3, 20, 5]), (2, 1)).astype(np.int32)
     exponents = []
 
     def recorded(x, exp=jnp.exp):
@@ -103,8 +104,8 @@ def test_b15_the_gradient_of_a_strong_decay_is_finite_and_right(method):
     arrays = example(15, **SHAPE, dtype=np.float32)
     arrays["log_decay"] = np.full_like(arrays["log_decay"], -5)
     weights = (np.ones_like(arrays["v"]), np.zeros_like(arrays["initial_state"]))
-    found = np.asarray(gradients(arrays, weights, method=method)["log_decay"])
-    for token in (0, 17, 39):
+    found = np.asarray(gradients(arrays, weights, ONE_SEGMENT, method=method)["log_decay"])
+    for token in (0, 17, 36):
         ends = []
         for step in (1e-5, -1e-5):
             moved = {name: np.asarray(x, np.float64) for name, x in arrays.items()}

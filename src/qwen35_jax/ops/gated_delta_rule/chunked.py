@@ -2,7 +2,13 @@
 
 Chunks are read from the inputs, and outputs and gradients written, in place, inside one loop: nothing is transposed
 or stacked outside it. The backward pass keeps the inputs and the state before each chunk, and walks the chunks in
-reverse, each recomputed and differentiated on its own.
+reverse, each recomputed and differentiated on its own. (Forward-mode differentiation is left to the other methods.)
+
+Cost per chunk of C tokens and value head, in multiplications, with one value head per key head: forward
+3 C key_dim value_dim + C^2 (2 key_dim + 2 value_dim), backward 8 C key_dim value_dim + C^2 (5 key_dim + 5 value_dim),
+and about C^3 / 6 each for the inverse. For 4096 tokens, 16 heads of 128 and C = 64 that is 10.8 GFLOP forward and 39
+GFLOP with the backward pass; a core of 90 GFLOP/s, where XLA reaches 90 in such products, spends 0.20 s and 0.72 s on
+them, that is 60 % of it in the products. Chunks of 32 cost the same there, chunks of 128 half as much again.
 """
 
 import jax
