@@ -83,7 +83,7 @@ def check(tmp_path: Path, slack: int, **sizes: int) -> None:
     expected = {
         "as stored": (nbytes, largest),
         "float32": (2 * nbytes, 2 * largest),
-        "convert": (0, 2 * largest),
+        "convert": (0, largest),
         "restore": (nbytes, 2 * largest + (64 << 20)),
     }
     for task, (held, bound) in expected.items():
@@ -95,7 +95,7 @@ def check(tmp_path: Path, slack: int, **sizes: int) -> None:
 
 
 def test_b57_peak_memory_is_the_parameters_and_about_one_more(tmp_path: Path) -> None:
-    check(tmp_path, 30 << 20, repeats=5, embed=640, mlp=1280, vocab=12_000)
+    check(tmp_path, 40 << 20, repeats=5, embed=640, mlp=1280, vocab=12_000)
 
 
 @pytest.mark.slow
