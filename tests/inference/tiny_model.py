@@ -8,13 +8,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import tokenizers
 from flax import nnx
 from tokenizers import decoders, models, pre_tokenizers
 
 from qwen35_jax.config import ModelConfig, RopeConfig, TextConfig
 from qwen35_jax.inference.tokenizer import Tokenizer
-from qwen35_jax.model import init_model
+from qwen35_jax.model import abstract_model
 
 VOCABULARY = 97
 CONTEXT = 700
@@ -57,12 +58,14 @@ def tiny_config() -> ModelConfig:
 def tiny_model() -> TinyModel:
     """Random weights, with a decay so weak that what a row has read stays in its state."""
     config = tiny_config()
-    graphdef, params = init_model(config, seed=0, parameter_dtype=jnp.float32, dtype=jnp.float32)
+    graphdef, shapes = abstract_model(config, parameter_dtype=jnp.float32, dtype=jnp.float32)
+    source = np.random.default_rng(0)
 
-    def weaken(path: tuple[Any, ...], value: jax.Array) -> jax.Array:
-        return jnp.full_like(value, -4.0) if path[-1].key == "A_log" else value
+    def draw(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        offset = -4.0 if path[-1].key == "A_log" else 0.0
+        return jnp.asarray(offset + 0.2 * source.normal(size=leaf.shape), leaf.dtype)
 
-    return TinyModel(config, graphdef, jax.tree_util.tree_map_with_path(weaken, params))
+    return TinyModel(config, graphdef, jax.tree_util.tree_map_with_path(draw, shapes))
 
 
 def byte_symbols() -> dict[int, str]:
