@@ -20,7 +20,9 @@ from flax import nnx
 
 from qwen35_jax.cache import Cache, DeltaNetCache, init_cache
 from qwen35_jax.checkpoint.hf import load_hf
+from qwen35_jax.checkpoint.orbax import is_orbax_folder
 from qwen35_jax.config import ModelConfig
+from qwen35_jax.errors import CheckpointError
 from qwen35_jax.layer_groups import layer_locations
 from qwen35_jax.model import Parameters, abstract_model, decode_step, forward, prefill
 from qwen35_jax.verify.capture import CallRecord, record_call
@@ -71,25 +73,30 @@ def random_pair(hf_config: dict[str, Any], seed: int, dtype: jnp.dtype) -> Pair:
     with float64_arithmetic(), tempfile.TemporaryDirectory() as folder:
         reference = random_reference(hf_config, seed)
         write_checkpoint(reference, Path(folder))
-        return _load_ours(reference, Path(folder), dtype)
+        return Pair(reference, *_load_ours(Path(folder), dtype), dtype)
 
 
 def checkpoint_pair(folder: Path, dtype: jnp.dtype) -> Pair:
     """A checkpoint folder loaded by both.
 
     Raises:
-        CheckpointError, ConfigError: ours refuses it.
+        CheckpointError: it is not in Hugging Face layout, or its files are not what they should be.
+        ConfigError: its `config.json` is missing or wrong.
     """
-    ModelConfig.from_hf(folder)  # our one-line complaint comes before the reference's traceback
+    if is_orbax_folder(folder):
+        raise CheckpointError(
+            f"{folder}: is an Orbax folder, which the reference cannot read; `qwen35 export` writes one that it can"
+        )
+    ours = _load_ours(folder, dtype)  # first, for its one-line complaints about a broken folder
     with float64_arithmetic():
-        return _load_ours(load_reference(folder), folder, dtype)
+        return Pair(load_reference(folder), *ours, dtype)
 
 
-def _load_ours(reference: ReferenceModel, folder: Path, dtype: jnp.dtype) -> Pair:
+def _load_ours(folder: Path, dtype: jnp.dtype) -> tuple[ModelConfig, nnx.GraphDef, Parameters]:
     parameter_dtype = None if dtype == jnp.bfloat16 else dtype
     config, parameters, _ = load_hf(folder, parameter_dtype=parameter_dtype)
     graphdef, _ = abstract_model(config, parameter_dtype=dtype, dtype=dtype)
-    return Pair(reference, config, graphdef, parameters, dtype)
+    return config, graphdef, parameters
 
 
 def compare(
