@@ -311,6 +311,7 @@ def test_timing_counts_tokens_and_leaves_compilation_out(tiny: TinyModel) -> Non
         ([], None, "at least one prompt"),
         ("abc", None, "a list of at least one prompt"),
         ([[]], None, "prompt 0 is empty"),
+        ([5, 17, 3], None, r"prompt 0 is 5, expected .* as in \[\[5, 17, 3\]\]"),
         ([[1], [VOCABULARY]], None, "is 97, expected an id from 0 to 96"),
         ([[1], [-1]], None, "is -1, expected"),
         ([["a"]], None, "expected an integer"),

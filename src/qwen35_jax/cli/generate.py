@@ -29,7 +29,12 @@ HELP = (
 def configure(parser: argparse.ArgumentParser) -> None:
     add_model_options(parser)
     prompt = parser.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("--prompt", metavar="TEXT", help="the text to continue; - reads standard input")
+    prompt.add_argument(
+        "--prompt",
+        metavar="TEXT",
+        help="the text to continue; - reads standard input. Names of special tokens in it, such as "
+        "<|im_end|>, stand for those tokens",
+    )
     prompt.add_argument(
         "--prompt-ids", metavar="IDS", help="token ids to continue, as in 5,17,3; needs no tokenizer"
     )

@@ -113,6 +113,11 @@ def check_prompts(
             if tokenizer is None:
                 raise PromptError(f"prompt {row} is a text, and there is no tokenizer to read it")
             prompt = tokenizer.encode(prompt)
+        if not isinstance(prompt, Iterable):
+            raise PromptError(
+                f"prompt {row} is {prompt!r}, expected a text or a list of token ids: "
+                "a single prompt goes into a list of its own, as in [[5, 17, 3]]"
+            )
         ids = check_token_ids(prompt, config.vocab_size)
         if not ids:
             raise PromptError(f"prompt {row} is empty: give at least one token to continue from")
