@@ -20,7 +20,7 @@ from flax import nnx
 
 from qwen35_jax.cache import Cache, DeltaNetCache, init_cache
 from qwen35_jax.checkpoint.hf import load_hf
-from qwen35_jax.checkpoint.orbax import is_orbax_folder
+from qwen35_jax.checkpoint.source import is_orbax_folder
 from qwen35_jax.config import ModelConfig
 from qwen35_jax.errors import CheckpointError
 from qwen35_jax.layer_groups import layer_locations
