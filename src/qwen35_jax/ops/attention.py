@@ -101,8 +101,9 @@ def attention(
     if past_k is not None and past_v is not None and past_lengths is not None:
         sees_past = jnp.ones((batch, time), bool) if index is None else index == 0
         if layer is None:
-            past_k, past_v, layer = past_k[None], past_v[None], jnp.int32(0)
-        softmax = _merge(softmax, _over_past(grouped, past_k, past_v, past_lengths, layer, sees_past))
+            past_k, past_v = past_k[None], past_v[None]
+        which = jnp.int32(0) if layer is None else layer
+        softmax = _merge(softmax, _over_past(grouped, past_k, past_v, past_lengths, which, sees_past))
 
     denominator = jnp.where(softmax.denominator == 0, 1, softmax.denominator)
     out = (softmax.numerator / denominator[..., None]).astype(q.dtype)

@@ -117,7 +117,7 @@ def chunk_terms(chunk: Chunk) -> ChunkTerms:
     coarse, fine = split_cumsum(log_decay)
     difference = (coarse[..., :, None] - coarse[..., None, :]) + (fine[..., :, None] - fine[..., None, :])
     causal = jnp.tril(jnp.ones(difference.shape[-2:], bool))
-    if chunk.segment is None:
+    if chunk.segment is None or chunk.segment_before is None:
         decay = _masked_exp(difference, causal)
         from_state = jnp.exp(coarse + fine)
     else:
