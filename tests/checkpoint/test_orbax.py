@@ -147,6 +147,29 @@ def test_incomplete_orbax_folder_is_refused_by_name(converted: Path, tmp_path: P
         load_orbax(broken)
 
 
+@pytest.mark.parametrize("damage", ["removed", "truncated"])
+def test_damaged_values_are_refused_by_the_name_of_the_folder(
+    converted: Path, tmp_path: Path, damage: str
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(converted, broken)
+    largest = max(broken.glob("params/**/d/*"), key=lambda path: path.stat().st_size)
+    if damage == "removed":
+        largest.unlink()
+    else:
+        largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
+    with pytest.raises(CheckpointError, match=r"broken/params: cannot be restored"):
+        load_orbax(broken)
+
+
+def test_kept_tensors_that_are_gone_are_refused(converted: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(converted, broken)
+    (broken / "kept.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"kept\.safetensors: cannot be read"):
+        load_orbax(broken)
+
+
 def test_damaged_layout_is_refused_by_name(converted: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(converted, broken)

@@ -46,6 +46,7 @@ from qwen35_jax.errors import CheckpointError
 
 PARAMETERS = "params"
 KEPT_FILE = "kept.safetensors"
+_COMMIT_BYTES = 16 << 20
 
 
 def convert_to_orbax(
@@ -109,7 +110,8 @@ def save_orbax(
         layout = None if kept is None else kept.layout
         (folder / "config.json").write_text(config_text(config, layout), encoding="utf-8")
         if layout is not None:
-            (folder / LAYOUT_FILE).write_text(json.dumps(dataclasses.asdict(layout)), encoding="utf-8")
+            described = {**dataclasses.asdict(layout), "kept": [tensor.name for tensor in beside]}
+            (folder / LAYOUT_FILE).write_text(json.dumps(described), encoding="utf-8")
         if beside:
             write_safetensors(folder / KEPT_FILE, beside, make_header(beside, {}), advance=advance)
         if companions is not None:
@@ -118,8 +120,7 @@ def save_orbax(
 
 
 class _OneAtATime(ocp.type_handlers.NumpyHandler):
-    """Deals with one parameter to the end before the next, so that one at a time is in memory beside the
-    rest."""
+    """Deals with one parameter (or a few small ones) to the end before the next, to have no more in memory."""
 
     def __init__(self, advance: Advance, *, to_device: bool = False):
         super().__init__(deepcopy_host_arrays=False)
@@ -129,10 +130,17 @@ class _OneAtATime(ocp.type_handlers.NumpyHandler):
     async def serialize(
         self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None
     ) -> Sequence[Any]:
-        for value, info, arg in zip(values, infos, args or [ocp.SaveArgs()] * len(values), strict=True):
-            for commit in await super().serialize([value.read()], [info], [arg]):
-                commit.result()
-            self._advance(value.nbytes)
+        args = args or [ocp.SaveArgs()] * len(values)
+        start, nbytes = 0, 0
+        for stop, value in enumerate(values, start=1):
+            nbytes += value.nbytes
+            # Each commit writes the directory of all before it anew, so small parameters share one.
+            if nbytes >= _COMMIT_BYTES or stop == len(values):
+                arrays = [value.read() for value in values[start:stop]]
+                for commit in await super().serialize(arrays, infos[start:stop], args[start:stop]):
+                    commit.result()
+                self._advance(nbytes)
+                start, nbytes = stop, 0
         return []
 
     async def deserialize(
@@ -223,8 +231,13 @@ def _restore_tree(
             restore_args=ocp.checkpoint_utils.construct_restore_args(target),
             partial_restore=True,
         )
-        with ocp.Checkpointer(handler) as checkpointer:
-            return checkpointer.restore(directory, args=arguments)
+        try:
+            with ocp.Checkpointer(handler) as checkpointer:
+                return checkpointer.restore(directory, args=arguments)
+        except (ValueError, OSError) as error:  # TensorStore tells damaged files by a ValueError
+            raise CheckpointError(
+                f"{directory}: cannot be restored; a file is missing or damaged: {error}"
+            ) from error
 
 
 def _unstack(
@@ -293,9 +306,14 @@ def _read_kept(folder: Path) -> KeptTensors | None:
     try:
         data = json.loads(layout_file.read_text(encoding="utf-8"))
         layout = SourceLayout(config=data["config"], headers=data["headers"], index=data["index"])
+        names = set(data["kept"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{layout_file}: is damaged ({error}); convert the source again") from error
-    return KeptTensors(layout, open_safetensors(kept_file).tensors if kept_file.exists() else {})
+    tensors = open_safetensors(kept_file).tensors if names else {}
+    if names != tensors.keys():
+        (name, *_) = sorted(names ^ tensors.keys())
+        raise CheckpointError(f"{kept_file}: does not agree with {LAYOUT_FILE} about tensor '{name}'")
+    return KeptTensors(layout, tensors)
 
 
 def _read_kept_mtp(
