@@ -46,7 +46,7 @@ from qwen35_jax.errors import CheckpointError
 
 PARAMETERS = "params"
 KEPT_FILE = "kept.safetensors"
-_COMMIT_BYTES = 16 << 20
+_COMMIT_BYTES = 4 << 20
 
 
 def convert_to_orbax(
