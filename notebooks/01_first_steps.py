@@ -122,21 +122,23 @@ for token, bits in zip(following, surprise):
 #
 # Running the whole text again for each new token would be a waste. The model therefore keeps a memory. Most of its
 # layers are *Gated DeltaNet* layers, whose memory is a matrix per head, of fixed size; every fourth one is an
-# attention layer, which keeps a key and a value for every token. Layers of the same kind are stacked along a
-# first axis, `repeats`:
+# attention layer, which keeps a key and a value for every token. Here is one of each kind:
 
 # %%
 print(config.num_hidden_layers, "layers:", ", ".join(config.layer_types[:4]), "...")
 cache = init_cache(config, batch=1, capacity=64, dtype=jnp.float32)
-for group in cache.groups:
-    for position, layer in enumerate(group):
-        print(f"\nposition {position}: {type(layer).__name__}")
-        for name, array in vars(layer).items():
-            print(f"  {name:9s} {array.shape} {array.dtype}")
+examples = [config.layer_types.index(kind) for kind in ("linear_attention", "full_attention")]
+for position in examples:
+    layer = cache.groups[0][position]
+    print(f"\nlayer {position}: {type(layer).__name__}")
+    for name, array in vars(layer).items():
+        print(f"  {name:9s} {array.shape} {array.dtype}")
 
 # %% [markdown]
 # (`repeats, batch, heads, key dimension, value dimension` for the `state`; `repeats, batch, capacity, heads,
-# dimension` for keys and values. The windows hold the last few inputs of a short convolution.)
+# dimension` for keys and values. The windows hold the last few inputs of a short convolution. The first axis is
+# there because the pattern of layers repeats: on an accelerator the repeats are stacked and run by one loop; on a
+# CPU each layer stands alone, and the axis has length 1.)
 #
 # `prefill` reads a prompt into the cache and returns the logits after it. `decode_step` reads one token more. That
 # is all that generation needs; here it is by hand:
@@ -194,15 +196,16 @@ for capacity in (64, 1_024, 16_384, 262_144):
 # ## The parameters
 #
 # Names and shapes follow the Hugging Face checkpoint, but every projection is kept apart per part and per head, so
-# that it can be cut across devices along any axis. Again the first axis of the layers is `repeats`:
+# that it can be cut across devices along any axis. Again one layer of each kind, the `repeats` axis first:
 
 # %%
-total = 0
 for path, array in jax.tree_util.tree_leaves_with_path(model.params):
-    name = ".".join(str(getattr(part, "key", part)) for part in path)
-    total += array.size
-    print(f"{name:58s} {array.shape!s:22s} {array.dtype}")
-print(f"\n{total:,d} parameters")
+    names = [part.key for part in path]
+    if "layers" not in names or (names[2] == 0 and names[4] in examples):
+        print(f"{'.'.join(map(str, names)):54s} {array.shape!s:20s} {array.dtype}")
+
+total = sum(array.size for array in jax.tree.leaves(model.params))
+print(f"\n{total:,d} parameters in all")
 
 # %% [markdown]
 # Since parameters are plain arrays, an experiment is a line or two. What does the model say without its first
