@@ -59,7 +59,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--bound",
         type=_positive_number,
         metavar="X",
-        help="largest relative error of a node (default 4.1e-14 in float64, 2e-5 in float32, 5e-2 in bfloat16)",
+        help="largest relative error of a node (default 4.1e-14 in float64, 1e-5 in float32, 5e-2 in bfloat16)",
     )
     parser.add_argument(
         "--end-to-end-bound",

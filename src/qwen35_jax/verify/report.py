@@ -65,7 +65,7 @@ class Bounds:
 # level that a public conformance project reports for the official code against its formal specification.
 BOUNDS: dict[str, Bounds] = {
     "float64": Bounds(node=4.1e-14, end_to_end=1e-12),
-    "float32": Bounds(node=2e-5, end_to_end=1e-3),
+    "float32": Bounds(node=1e-5, end_to_end=1e-3),
     "bfloat16": Bounds(node=5e-2, end_to_end=5e-1),
 }
 
