@@ -16,6 +16,7 @@ from qwen35_jax.checkpoint import export_hf
 from qwen35_jax.cli.main import main
 from tests.inference.tiny_model import CONTEXT, ascii_tokenizer, tiny_model
 
+END_OF_TURN = 95
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role[0] }}>{{ message.content }}{% endfor %}"
     "{% if enable_thinking is defined and not enable_thinking %}[off]{% endif %}"
@@ -24,8 +25,10 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint with tokenizer and chat template."""
+    """A checkpoint with tokenizer and chat template, whose random weights do not end an answer early."""
     model = tiny_model()
+    embedding = model.params["embed_tokens"]
+    embedding["weight"] = embedding["weight"].at[END_OF_TURN].set(0)
     path = tmp_path_factory.mktemp("checkpoints") / "tiny"
     export_hf(model.params, model.config, path)
     ascii_tokenizer().backend.save(str(path / "tokenizer.json"))
