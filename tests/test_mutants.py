@@ -24,6 +24,8 @@ from qwen35_jax.nn.gated_delta_net import GatedDeltaNet
 from qwen35_jax.nn.mlp import MLP
 from tests.model_checks import CHECKS
 
+pytestmark = pytest.mark.extended
+
 
 @pytest.fixture(autouse=True)
 def operation_by_operation() -> Iterator[None]:
