@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from qwen35_jax.cache import AttentionCache, Cache, init_cache
-from qwen35_jax.errors import CapacityError
+from qwen35_jax.errors import CapacityError, PromptError
 from qwen35_jax.model import prefill
 from tests.small_text_model import (
     CAPACITY,
@@ -207,3 +207,12 @@ def test_a_call_takes_the_memory_of_the_cache_that_it_is_given(model):
     assert all(leaf.is_deleted() for given in (old, cache) for leaf in jax.tree.leaves(given.groups))
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(newer))
     assert isinstance(newer, Cache)
+
+
+def test_two_documents_in_a_row_of_a_cache_are_refused_before_the_call(model):
+    cache = model.new_cache()
+    segment_ids = jnp.ones((ROWS, 4), jnp.int32).at[1, 2:].set(5).at[0, 3].set(0)
+    tokens = jnp.ones((ROWS, 4), jnp.int32)
+    with pytest.raises(PromptError, match=r"row 1 holds documents \[1, 5\]"):
+        prefill(model.graphdef, model.parameters, tokens, cache, segment_ids=segment_ids)
+    assert not cache.lengths.is_deleted()

@@ -16,8 +16,9 @@ from flax import nnx
 from qwen35_jax.config import MoEConfig
 from qwen35_jax.errors import ConfigError
 from qwen35_jax.layer_groups import layer_locations
-from qwen35_jax.model import _extend, abstract_model, forward, init_model, prefill
+from qwen35_jax.model import Embedding, _extend, abstract_model, forward, init_model, prefill
 from qwen35_jax.nn.decoder import DecoderLayer
+from qwen35_jax.nn.parameter import key_stream
 from tests.small_text_model import (
     BOUNDS,
     COMPILE_QUICKLY,
@@ -288,3 +289,10 @@ def test_b94_prompts_of_every_length_and_every_set_of_active_rows_are_two_progra
         _, cache = model64.prefill([[length, document(0, length)], [], [document(1, 1)]], cache)
         _, cache = model64.step([1, 2, 3], cache, [False, length > 2, True])
     assert _extend._cache_size() == before
+
+
+def test_an_id_outside_the_vocabulary_gives_nan_and_not_the_nearest_row():
+    config = small_config().text
+    embedding = Embedding(config, parameter_dtype=jnp.float32, keys=key_stream(jax.random.key(0)))
+    rows = embedding.lookup(jnp.array([[0, config.vocab_size - 1, config.vocab_size, -1]]), jnp.float32)
+    assert jnp.isfinite(rows).all(axis=-1).tolist() == [[True, True, False, False]]

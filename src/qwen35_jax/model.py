@@ -12,11 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from qwen35_jax.cache import Cache, advance
 from qwen35_jax.config import ModelConfig, TextConfig, require_dense_text
+from qwen35_jax.errors import PromptError
 from qwen35_jax.nn.context import TokenContext
 from qwen35_jax.nn.decoder import Decoder
 from qwen35_jax.nn.mtp import MultiTokenPrediction
@@ -39,7 +41,9 @@ class Embedding(nnx.Module):
         self.weight = parameter(keys, normal(config.initializer_range), axes, parameter_dtype)
 
     def lookup(self, tokens: Tokens, dtype: DTypeLike) -> Hidden:
-        return self.weight[...][tokens].astype(dtype)
+        # An id outside the vocabulary gives NaN: JAX would otherwise read the nearest row without a word.
+        rows = self.weight[...].at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+        return rows.astype(dtype)
 
     def logits(self, hidden: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         """Products summed in float32 (float64 in a float64 model), and left there for softmax and loss."""
@@ -204,13 +208,15 @@ def init_model(
 ) -> tuple[nnx.GraphDef, Parameters]:
     """The graph definition, and random parameters to train from. Arguments as for `abstract_model`."""
     graphdef, _ = abstract_model(config, parameter_dtype=parameter_dtype, dtype=dtype, mtp=mtp)
+    return graphdef, _random_parameters(config, jnp.dtype(parameter_dtype), mtp, jax.random.key(seed))
 
-    @jax.jit
-    def draw(key: jax.Array) -> Parameters:
-        model = _text_model(config, parameter_dtype, dtype, mtp, key_stream(key))
-        return nnx.to_pure_dict(nnx.state(model))
 
-    return graphdef, draw(jax.random.key(seed))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _random_parameters(
+    config: ModelConfig, parameter_dtype: DTypeLike, mtp: bool, key: jax.Array
+) -> Parameters:
+    model = _text_model(config, parameter_dtype, jnp.float32, mtp, key_stream(key))
+    return nnx.to_pure_dict(nnx.state(model))
 
 
 def forward(
@@ -266,18 +272,35 @@ def prefill(
         parameters: from the same.
         tokens: ids, padded to one length.
         cache: before these tokens. It is donated: use the returned one.
-        segment_ids: 1 for real tokens and 0 for padding; None where nothing is padded.
+        segment_ids: 1 for real tokens and 0 for padding; None where nothing is padded. A row of a cache is one
+            document: packed rows are for `forward`.
         positions: see `TextModel.__call__`.
 
     Returns:
         Logits after each row's last real token (meaningless for a row that is all padding), and the cache.
 
     Raises:
-        CapacityError: a row would pass the cache's capacity; raised before anything runs.
+        CapacityError: a row would pass the cache's capacity.
+        PromptError: a row holds two documents.
+
+    Both are raised before anything runs, but not under a caller's own trace, where no value is known.
     """
+    _check_one_document(segment_ids)
     real = tokens.shape[1] if segment_ids is None else (segment_ids > 0).sum(axis=1)
     cache.check_room(real)
     return _extend(graphdef, parameters, tokens, cache, segment_ids, positions)
+
+
+def _check_one_document(segment_ids: Tokens | None) -> None:
+    if segment_ids is None or isinstance(segment_ids, Tracer):
+        return
+    for row, ids in enumerate(jax.device_get(segment_ids)):
+        documents = sorted(set(ids[ids > 0].tolist()))
+        if len(documents) > 1:
+            raise PromptError(
+                f"segment_ids: row {row} holds documents {documents}, but a row of a cache is one document; "
+                "give each a row of its own, or pack them in forward(), which keeps no cache"
+            )
 
 
 def decode_step(
