@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from qwen35_jax.config import TextConfig
 from qwen35_jax.errors import CapacityError
@@ -124,7 +124,7 @@ def init_cache(config: TextConfig, *, batch: int, capacity: int, dtype: DTypeLik
 
 
 def advance(
-    cache: Cache, updates: tuple[tuple[LayerCache, ...], ...], real: Int[Array, "batch time"]
+    cache: Cache, updates: tuple[tuple[LayerCache, ...], ...], real: Bool[Array, "batch time"]
 ) -> Cache:
     """The cache after a call.
 

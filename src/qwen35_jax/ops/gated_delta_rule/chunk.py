@@ -23,7 +23,7 @@ from qwen35_jax.ops.gated_delta_rule.block_inverse import unit_lower_inverse
 HIGHEST = jax.lax.Precision.HIGHEST
 
 
-def product(a: Float[Array, "*batch m n"], b: Float[Array, "*batch n p"]) -> Float[Array, "*batch m p"]:
+def product(a: Float[Array, "*#batch m n"], b: Float[Array, "*#batch n p"]) -> Float[Array, "*batch m p"]:
     """Matrix product in full precision, wherever the hardware would rather round its operands."""
     return jnp.matmul(a, b, precision=HIGHEST)
 
