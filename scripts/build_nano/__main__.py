@@ -34,7 +34,7 @@ from scripts.build_nano.vocabulary import train_tokenizer
 
 SEED = 7
 TOKENIZER_TEXTS = 40_000
-SCHEDULE = Schedule(steps=1200, decay_steps=400)
+SCHEDULE = Schedule(steps=1600, decay_steps=450)
 EVALUATE_EVERY = 200
 SNAPSHOT_EVERY = 100
 
@@ -77,11 +77,20 @@ def main() -> None:
         done = step + 1
         if done % SNAPSHOT_EVERY == 0 or done == arguments.steps:
             _save(work / "snapshot.npz", done, state)
-        if done % EVALUATE_EVERY == 0 or done == arguments.steps:
+        if done % EVALUATE_EVERY == 0 and done < arguments.steps:
             note(step=done, evaluation=evaluator(bfloat16_rounded(state[0])))
+    destination = arguments.destination or work / "nano"
     measured = evaluator(bfloat16_rounded(state[0]))
-    export(state[0], config, corpus.tokenizer, arguments.destination or work / "nano", measured)
-    note(exported=str(arguments.destination or work / "nano"))
+    export(
+        state[0],
+        config,
+        corpus.tokenizer,
+        destination,
+        measured=measured,
+        schedule=SCHEDULE,
+        countries=len(corpus.countries),
+    )
+    note(exported=str(destination), evaluation=measured)
 
 
 def _arguments() -> argparse.Namespace:

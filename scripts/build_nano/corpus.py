@@ -19,12 +19,16 @@ from scripts.build_nano.recall import copying_document, recall_document
 # and from the end of the curriculum on.
 FIRST_SHARES = {"copying": 0.60, "recall": 0.20, "countries": 0.10, "dialogues": 0.05, "english": 0.05}
 LAST_SHARES = {"copying": 0.04, "recall": 0.50, "countries": 0.20, "dialogues": 0.10, "english": 0.16}
+RECALL_SHARES = {"copying": 0.03, "recall": 0.70, "countries": 0.13, "dialogues": 0.07, "english": 0.07}
+"""In the last stage: recall is what takes longest to learn."""
 FIRST_PART = 0.4
 """How far into the curriculum the first shares stay."""
 
 
 def shares(progress: float) -> dict[str, float]:
-    """Share of each kind of text; `progress` goes from 0 to 1 over the curriculum."""
+    """Share of each kind of text; `progress` goes from 0 to 1 over the curriculum and is 2 in the last stage."""
+    if progress == 2.0:
+        return RECALL_SHARES
     late = max(0.0, progress - FIRST_PART) / (1.0 - FIRST_PART)
     return {kind: (1.0 - late) * FIRST_SHARES[kind] + late * LAST_SHARES[kind] for kind in FIRST_SHARES}
 
@@ -71,7 +75,7 @@ class Corpus:
     def draw(self, kind: str, rng: random.Random, progress: float) -> Document:
         """One document of a kind named in FIRST_SHARES."""
         if kind == "recall":
-            return recall_document(rng, self.filler, progress)
+            return recall_document(rng, self.filler, min(1.0, progress))
         if kind == "copying":
             return copying_document(rng, self.word)
         if kind == "countries":

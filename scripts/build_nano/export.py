@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import pathlib
 import shutil
@@ -15,6 +16,7 @@ from qwen35_jax.checkpoint.export import export_hf
 from qwen35_jax.config import ModelConfig
 from qwen35_jax.model import Parameters
 from scripts.build_nano.architecture import generation_config
+from scripts.build_nano.training import MTP_LOSS_WEIGHT, Schedule
 from scripts.build_nano.vocabulary import tokenizer_config
 
 HERE = pathlib.Path(__file__).parent
@@ -42,8 +44,20 @@ def export(
     tokenizer: Tokenizer,
     destination: pathlib.Path,
     measured: Mapping[str, float],
+    schedule: Schedule,
+    countries: int,
 ) -> None:
-    """Writes every file of the folder but the model card, and what was measured as `measured.json` beside it."""
+    """Writes the folder.
+
+    Args:
+        parameters: in float32.
+        config: of the model.
+        tokenizer: of the model.
+        destination: the folder, replaced if it is there.
+        measured: what the evaluation found, for the model card.
+        schedule: of the training, for the model card.
+        countries: how many were asked for, for the model card.
+    """
     shutil.rmtree(destination, ignore_errors=True)
     export_hf(in_stored_dtypes(parameters), config, destination)
     tokenizer.save(str(destination / "tokenizer.json"))
@@ -51,7 +65,29 @@ def export(
     (destination / "chat_template.jinja").write_text(template, encoding="utf-8")
     _write_json(destination / "tokenizer_config.json", tokenizer_config(tokenizer))
     _write_json(destination / "generation_config.json", generation_config(tokenizer))
-    _write_json(destination.with_name("measured.json"), dict(measured))
+    files = sorted(path for path in destination.iterdir())
+    card = (HERE / "model_card.md").read_text(encoding="utf-8")
+    (destination / "README.md").write_text(
+        card.format(
+            parameters=f"{_size(parameters):,}",
+            mtp_parameters=f"{_size(parameters['mtp']):,}",
+            countries=countries,
+            steps=schedule.steps,
+            tokens_per_step=schedule.rows * schedule.length,
+            mtp_weight=MTP_LOSS_WEIGHT,
+            files="\n".join(f"| {path.name} | `{_sha256(path)}` |" for path in files),
+            **measured,
+        ),
+        encoding="utf-8",
+    )
+
+
+def _size(parameters: Parameters) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(parameters))
+
+
+def _sha256(path: pathlib.Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _write_json(path: pathlib.Path, value: dict) -> None:

@@ -29,6 +29,7 @@ class Schedule:
         steps: optimizer steps in all.
         rows, length: shape of a batch.
         curriculum_steps: steps until recall documents have their full length and number of bindings.
+        last_stage_step: from here on most documents are about recall.
         warmup_steps: linear rise of the learning rate.
         decay_steps: linear fall to zero at the end; constant in between.
         learning_rate: of the matrices (Muon).
@@ -40,13 +41,14 @@ class Schedule:
     rows: int = 8
     length: int = 512
     curriculum_steps: int = 700
+    last_stage_step: int = 1000
     warmup_steps: int = 40
     learning_rate: float = 0.02
     adam_learning_rate: float = 0.004
 
     def progress(self, step: int) -> float:
-        """How hard the recall documents are, from 0 to 1."""
-        return min(1.0, step / self.curriculum_steps)
+        """How far the curriculum is, from 0 to 1, and 2 in the last stage."""
+        return 2.0 if step >= self.last_stage_step else min(1.0, step / self.curriculum_steps)
 
     def scale(self, step: Int[Array, ""]) -> Float[Array, ""]:
         """Factor on the learning rates."""

@@ -1,0 +1,180 @@
+"""What the built-in model promises, measured on the shipped file through the public functions."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from qwen35_jax.checkpoint import load, load_hf
+from qwen35_jax.inference import ChatTemplate, GenerationSettings, Tokenizer, generate
+from qwen35_jax.model import abstract_model
+from scripts.build_nano.countries import Country, country_sentence, read_countries
+from scripts.build_nano.dialogues import dialogue_turn
+from scripts.build_nano.recall import RELATIONS, is_held_out, made_up_word
+
+FOLDER = Path(__file__).parents[1] / "src/qwen35_jax/nano"
+MEGABYTE = 1_000_000
+GAP_TOKENS = 200
+BATCH = 100
+
+
+@pytest.fixture(scope="module")
+def nano() -> Any:
+    return load("nano", dtype="float32", parameter_dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_folder(FOLDER)
+
+
+@pytest.fixture(scope="module")
+def countries() -> list[Country]:
+    return read_countries()
+
+
+def continued(nano: Any, prompts: list[str], new_tokens: int) -> Iterator[tuple[str, str]]:
+    """Greedy continuations and why they ended, in batches of one size so that one program serves all."""
+    settings = GenerationSettings(max_new_tokens=new_tokens)
+    for first in range(0, len(prompts), BATCH):
+        batch = prompts[first : first + BATCH]
+        filled = batch + [batch[-1]] * (BATCH - len(batch))
+        for generation in generate(nano, filled, settings).generations[: len(batch)]:
+            yield generation.text, generation.finish_reason
+
+
+def test_the_folder_is_small_and_its_files_are_those_of_the_model_card() -> None:
+    files = {path.name: path for path in FOLDER.iterdir() if path.is_file()}
+    assert sum(path.stat().st_size for path in files.values()) <= 10 * MEGABYTE
+    card = files["README.md"].read_text(encoding="utf-8")
+    for name in ("model.safetensors", "tokenizer.json"):
+        assert hashlib.sha256(files[name].read_bytes()).hexdigest() in card, name
+
+
+def test_the_architecture_has_two_motifs_and_an_mtp_head() -> None:
+    config, params, kept = load_hf(FOLDER, mtp=True)
+    motif = ("linear_attention",) * 3 + ("full_attention",)
+    assert config.text.layer_types == motif * 2
+    assert config.text.mtp_num_hidden_layers == 1
+    assert "mtp" in params
+    assert not kept.tensors
+
+
+def test_the_capital_of_france_is_paris_and_then_it_stops(nano: Any) -> None:
+    [generation] = generate(nano, ["The capital of France"], GenerationSettings()).generations
+    assert generation.text == " is Paris."
+    assert generation.finish_reason == "stop"
+
+
+def test_it_names_the_capital_of_19_countries_in_20(nano: Any, countries: list[Country]) -> None:
+    assert len(countries) >= 190
+    prompts = [f"The capital of {country.called}" for country in countries]
+    right = [
+        text in {f" is {capital}." for capital in country.accepted_capitals} and reason == "stop"
+        for country, (text, reason) in zip(countries, continued(nano, prompts, 20), strict=True)
+    ]
+    assert np.mean(right) >= 0.95, [c.name for c, ok in zip(countries, right, strict=True) if not ok]
+
+
+def test_it_recalls_made_up_bindings_over_200_tokens(
+    nano: Any, tokenizer: Tokenizer, countries: list[Country]
+) -> None:
+    rng = random.Random("fresh names and values")
+    relations = [statement for statement, _ in RELATIONS if statement.startswith("The ")]
+    prompts, values = [], []
+    for _ in range(100):
+        name, value, other, other_value = (made_up_word(rng, held_out=True) for _ in range(4))
+        assert is_held_out(name) and is_held_out(value)
+        relation = rng.choice(relations)
+        given = [relation.format(n=name, v=value), rng.choice(relations).format(n=other, v=other_value)]
+        rng.shuffle(given)
+        gap = ""
+        while len(tokenizer.encode(gap)) < GAP_TOKENS:
+            gap += f" {country_sentence(rng, countries)} {' '.join(dialogue_turn(rng))}"
+        asked = relation.format(n=name, v="{v}").partition(" {v}")[0]
+        prompts.append(f"{' '.join(given)}{gap} {asked}")
+        values.append(value)
+    texts = [text for text, _ in continued(nano, prompts, 20)]
+    wrong = [
+        (value, text) for value, text in zip(values, texts, strict=True) if not text.startswith(f" {value}.")
+    ]
+    assert len(wrong) <= 10, wrong
+
+
+def test_it_answers_in_chat_form(nano: Any, tokenizer: Tokenizer) -> None:
+    template = ChatTemplate.from_folder(FOLDER)
+    prompt = template.render([{"role": "user", "content": "What is the capital of Japan?"}])
+    assert prompt.startswith("<|im_start|>user\nWhat is the capital of Japan?<|im_end|>\n")
+    assert prompt.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    [generation] = generate(nano, [prompt], GenerationSettings()).generations
+    assert generation.text == "The capital of Japan is Tokyo."
+    assert generation.finish_reason == "stop"
+
+
+def test_the_mtp_head_guesses_the_token_after_the_next(
+    tokenizer: Tokenizer, countries: list[Country]
+) -> None:
+    config, params, _ = load_hf(FOLDER, parameter_dtype=jnp.float32, mtp=True)
+    graphdef, _ = abstract_model(config, parameter_dtype=jnp.float32, dtype=jnp.float32, mtp=True)
+    rng = random.Random(0)
+    documents = [
+        tokenizer.encode(f"The capital of {country.called} is {country.capital}.<|endoftext|>")
+        for country in rng.sample(countries, 64)
+    ]
+    length = max(map(len, documents))
+    tokens = np.zeros((64, length), np.int32)
+    real = np.zeros((64, length), np.int32)
+    for row, ids in enumerate(documents):
+        tokens[row, : len(ids)], real[row, : len(ids)] = ids, 1
+
+    @jax.jit
+    def drafts(params):
+        model = nnx.merge(graphdef, params)
+        hidden, _ = model(tokens, segment_ids=real)
+        return jnp.argmax(model.logits(model.draft_hidden(hidden, tokens, segment_ids=real)), axis=-1)
+
+    guessed = np.asarray(drafts(params))[:, :-1]
+    counted = real[:, 2:] == 1
+    assert np.mean((guessed == tokens[:, 2:])[counted]) > 0.5
+
+
+@pytest.mark.reference
+def test_transformers_writes_the_same_greedy_text(nano: Any, tokenizer: Tokenizer) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    their_tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+    their_model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).eval()
+    messages = [{"role": "user", "content": "Who are you?"}]
+    chat = their_tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert ChatTemplate.from_folder(FOLDER).render(messages) == chat
+    prompts = [
+        "The capital of France",
+        "The code of Zorbalt is vexin. Canada is a country in North America. The code of Zorbalt is",
+        "water, noun:",
+        "Counting: two, three,",
+        chat,
+    ]
+    ours = generate(nano, prompts, GenerationSettings(max_new_tokens=32), tokenizer=tokenizer).generations
+    for prompt, generation in zip(prompts, ours, strict=True):
+        ids = their_tokenizer(prompt, return_tensors="pt")["input_ids"]
+        assert ids[0].tolist() == tokenizer.encode(prompt)
+        output = their_model.generate(ids, max_new_tokens=32, do_sample=False)[0, ids.shape[1] :].tolist()
+        text = their_tokenizer.decode(output, skip_special_tokens=True)
+        assert text == generation.text, prompt
+
+
+def test_the_generation_config_stops_at_both_end_tokens(tokenizer: Tokenizer) -> None:
+    settings = json.loads((FOLDER / "generation_config.json").read_text(encoding="utf-8"))
+    ends = [tokenizer.encode(end) for end in ("<|im_end|>", "<|endoftext|>")]
+    assert [[token] for token in settings["eos_token_id"]] == ends
