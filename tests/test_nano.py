@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import pytest
 from flax import nnx
 
 from qwen35_jax.checkpoint import load, load_hf
-from qwen35_jax.inference import ChatTemplate, GenerationSettings, Tokenizer, generate
+from qwen35_jax.inference import ChatTemplate, Generation, GenerationSettings, Tokenizer, generate
 from qwen35_jax.model import abstract_model
 from scripts.build_nano.countries import Country, country_sentence, read_countries
 from scripts.build_nano.dialogues import dialogue_turn
@@ -26,6 +25,11 @@ FOLDER = Path(__file__).parents[1] / "src/qwen35_jax/nano"
 MEGABYTE = 1_000_000
 GAP_TOKENS = 200
 BATCH = 100
+CHAT = {
+    "What is the capital of Japan?": "The capital of Japan is Tokyo.",
+    "Who are you?": "I am nano, a very small language model.",
+    "Hello": "Hello! How can I help you?",
+}
 
 
 @pytest.fixture(scope="module")
@@ -43,14 +47,21 @@ def countries() -> list[Country]:
     return read_countries()
 
 
-def continued(nano: Any, prompts: list[str], new_tokens: int) -> Iterator[tuple[str, str]]:
-    """Greedy continuations and why they ended, in batches of one size so that one program serves all."""
-    settings = GenerationSettings(max_new_tokens=new_tokens)
-    for first in range(0, len(prompts), BATCH):
-        batch = prompts[first : first + BATCH]
-        filled = batch + [batch[-1]] * (BATCH - len(batch))
-        for generation in generate(nano, filled, settings).generations[: len(batch)]:
-            yield generation.text, generation.finish_reason
+def continued(nano: Any, prompts: list[str]) -> list[Generation]:
+    """Greedy continuations, in full batches so that few programs serve all."""
+    settings = GenerationSettings(max_new_tokens=20)
+    batches = [prompts[first : first + BATCH] for first in range(0, len(prompts), BATCH)]
+    return [generation for batch in batches for generation in generate(nano, batch, settings).generations]
+
+
+@pytest.fixture(scope="module")
+def answers(nano: Any, countries: list[Country]) -> dict[str, Generation]:
+    """What follows a country's `The capital of X`, and the questions of CHAT."""
+    template = ChatTemplate.from_folder(FOLDER)
+    asked = [template.render([{"role": "user", "content": question}]) for question in CHAT]
+    completed = [f"The capital of {country.called}" for country in countries]
+    names = [country.name for country in countries] + list(CHAT)
+    return dict(zip(names, continued(nano, completed + asked), strict=True))
 
 
 def test_the_folder_is_small_and_its_files_are_those_of_the_model_card() -> None:
@@ -70,20 +81,33 @@ def test_the_architecture_has_two_motifs_and_an_mtp_head() -> None:
     assert not kept.tensors
 
 
-def test_the_capital_of_france_is_paris_and_then_it_stops(nano: Any) -> None:
-    [generation] = generate(nano, ["The capital of France"], GenerationSettings()).generations
-    assert generation.text == " is Paris."
-    assert generation.finish_reason == "stop"
+def test_the_capital_of_france_is_paris_and_then_it_stops(answers: dict[str, Generation]) -> None:
+    assert answers["France"].text == " is Paris."
+    assert answers["France"].finish_reason == "stop"
 
 
-def test_it_names_the_capital_of_19_countries_in_20(nano: Any, countries: list[Country]) -> None:
+def test_it_names_the_capital_of_19_countries_in_20(
+    answers: dict[str, Generation], countries: list[Country]
+) -> None:
     assert len(countries) >= 190
-    prompts = [f"The capital of {country.called}" for country in countries]
-    right = [
-        text in {f" is {capital}." for capital in country.accepted_capitals} and reason == "stop"
-        for country, (text, reason) in zip(countries, continued(nano, prompts, 20), strict=True)
-    ]
-    assert np.mean(right) >= 0.95, [c.name for c, ok in zip(countries, right, strict=True) if not ok]
+    wrong = {
+        country.name: answers[country.name].text
+        for country in countries
+        if answers[country.name].text not in {f" is {capital}." for capital in country.accepted_capitals}
+        or answers[country.name].finish_reason != "stop"
+    }
+    assert len(wrong) <= 0.05 * len(countries), wrong
+
+
+@pytest.mark.parametrize("question", CHAT)
+def test_it_answers_in_chat_form(answers: dict[str, Generation], question: str) -> None:
+    assert answers[question].text == CHAT[question]
+    assert answers[question].finish_reason == "stop"
+
+
+def test_the_chat_template_opens_an_answer_without_thinking() -> None:
+    prompt = ChatTemplate.from_folder(FOLDER).render([{"role": "user", "content": "Hello"}])
+    assert prompt == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
 def test_it_recalls_made_up_bindings_over_200_tokens(
@@ -104,21 +128,11 @@ def test_it_recalls_made_up_bindings_over_200_tokens(
         asked = relation.format(n=name, v="{v}").partition(" {v}")[0]
         prompts.append(f"{' '.join(given)}{gap} {asked}")
         values.append(value)
-    texts = [text for text, _ in continued(nano, prompts, 20)]
+    texts = [generation.text for generation in continued(nano, prompts)]
     wrong = [
         (value, text) for value, text in zip(values, texts, strict=True) if not text.startswith(f" {value}.")
     ]
     assert len(wrong) <= 10, wrong
-
-
-def test_it_answers_in_chat_form(nano: Any, tokenizer: Tokenizer) -> None:
-    template = ChatTemplate.from_folder(FOLDER)
-    prompt = template.render([{"role": "user", "content": "What is the capital of Japan?"}])
-    assert prompt.startswith("<|im_start|>user\nWhat is the capital of Japan?<|im_end|>\n")
-    assert prompt.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
-    [generation] = generate(nano, [prompt], GenerationSettings()).generations
-    assert generation.text == "The capital of Japan is Tokyo."
-    assert generation.finish_reason == "stop"
 
 
 def test_the_mtp_head_guesses_the_token_after_the_next(
