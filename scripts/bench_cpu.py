@@ -4,7 +4,8 @@
 
 Needs the `reference` extra. The model has the 0.8B shape: 752,393,024 parameters. The programs of a comparison run in
 turn; each result is the median of its runs, with the smallest and the largest beside it. A ratio is the reference's
-time over ours, each in its best dtype. The whole takes about ten minutes on two cores, and 12 GiB of memory.
+time over ours, each in its best dtype; of loading and compiling it is what the line says, and less is better. The
+whole takes about ten minutes on two cores, and 12 GiB of memory.
 """
 
 from __future__ import annotations

@@ -91,7 +91,13 @@ def init_cache(config: TextConfig, *, batch: int, capacity: int, dtype: DTypeLik
         batch: rows.
         capacity: tokens that each row has room for.
         dtype: the compute dtype of the model; states are float32, or float64 in a float64 model.
+
+    Raises:
+        CapacityError: `batch` or `capacity` is below 1.
     """
+    for name, size in (("batch", batch), ("capacity", capacity)):
+        if size < 1:
+            raise CapacityError(f"{name}: {size}, expected at least 1")
     window = config.linear_conv_kernel_dim - 1
     keys = (config.linear_num_key_heads, config.linear_key_head_dim)
     values = (config.linear_num_value_heads, config.linear_value_head_dim)

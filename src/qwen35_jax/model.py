@@ -24,6 +24,7 @@ from qwen35_jax.nn.decoder import Decoder
 from qwen35_jax.nn.mtp import MultiTokenPrediction
 from qwen35_jax.nn.norm import RMSNorm
 from qwen35_jax.nn.parameter import Keys, compute_dtype_for_state, key_stream, normal, parameter
+from qwen35_jax.ops.precision import product_precision
 from qwen35_jax.ops.rope import rotary_cos_sin, rotary_frequencies
 from qwen35_jax.ops.segments import positions as segment_positions
 
@@ -51,6 +52,7 @@ class Embedding(nnx.Module):
             "...d,vd->...v",
             hidden,
             self.weight[...].astype(hidden.dtype),
+            precision=product_precision(hidden.dtype),
             preferred_element_type=compute_dtype_for_state(hidden.dtype),
         )
 
@@ -109,7 +111,8 @@ class TextModel(nnx.Module):
             rematerialize: see `Decoder`.
         """
         context = self.context(tokens, positions, segment_ids, cache)
-        x = self.embed(tokens)
+        # Padding may hold any id, and one outside the vocabulary is NaN: zero times it would reach every gradient.
+        x = self.embed(tokens if segment_ids is None else jnp.where(segment_ids > 0, tokens, 0))
         x, updates = self.decoder(
             x, context, None if cache is None else cache.groups, rematerialize=rematerialize
         )
@@ -250,10 +253,13 @@ def _extend(
     model = nnx.merge(graphdef, parameters)
     hidden, cache = model(tokens, positions=positions, segment_ids=segment_ids, cache=cache)
     if segment_ids is None:
-        return model.logits(hidden[:, -1]), cache
-    time = jnp.arange(tokens.shape[1])
-    last = jnp.where(segment_ids > 0, time, 0).max(axis=1)
-    return model.logits(jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]), cache
+        hidden = hidden[:, -1]
+    else:
+        last = jnp.where(segment_ids > 0, jnp.arange(tokens.shape[1]), 0).max(axis=1)
+        hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
+    # A caller's own trace passes no check of the capacity: a row that overflowed must not look healthy.
+    fits = cache.lengths <= cache.capacity
+    return jnp.where(fits[:, None], model.logits(hidden), jnp.nan), cache
 
 
 def prefill(
@@ -283,7 +289,8 @@ def prefill(
         CapacityError: a row would pass the cache's capacity.
         PromptError: a row holds two documents.
 
-    Both are raised before anything runs, but not under a caller's own trace, where no value is known.
+    Both are raised before anything runs. Under a caller's own trace no value is known: there a row that passes the
+    capacity gets NaN for logits.
     """
     _check_one_document(segment_ids)
     real = tokens.shape[1] if segment_ids is None else (segment_ids > 0).sum(axis=1)
@@ -292,7 +299,7 @@ def prefill(
 
 
 def _check_one_document(segment_ids: Tokens | None) -> None:
-    if segment_ids is None or isinstance(segment_ids, Tracer):
+    if segment_ids is None or isinstance(segment_ids, Tracer) or segment_ids.shape[1] == 1:
         return
     for row, ids in enumerate(jax.device_get(segment_ids)):
         documents = sorted(set(ids[ids > 0].tolist()))

@@ -23,7 +23,7 @@ CONFIG = ModelConfig(
         vocab_size=104,
         hidden_size=48,
         intermediate_size=80,
-        num_hidden_layers=8,
+        num_hidden_layers=4,
         num_attention_heads=8,
         num_key_value_heads=4,
         head_dim=32,
@@ -31,7 +31,7 @@ CONFIG = ModelConfig(
         linear_num_value_heads=8,
         linear_key_head_dim=16,
         linear_value_head_dim=12,
-        layer_types=PATTERN * 2,
+        layer_types=PATTERN,
         rope=RopeConfig(mrope_section=(2, 1, 1)),
     )
 )

@@ -99,11 +99,13 @@ def load(
         ConfigError, CheckpointError: the model cannot be found, or its files are not what they should be.
     """
     folder = find_model(source)
+    if unroll_layers is None:
+        unroll_layers = jax.default_backend() == "cpu" and shardings is None
     config, params, _ = _load_folder(
         folder,
         parameter_dtype=parameter_dtype,
         mtp=mtp,
-        unroll_layers=jax.default_backend() == "cpu" if unroll_layers is None else unroll_layers,
+        unroll_layers=unroll_layers,
         shardings=shardings,
         progress=progress,
     )

@@ -35,6 +35,7 @@ def staged_folder(destination: Path, *, nbytes: int) -> Iterator[Path]:
     Raises:
         CheckpointError: the destination is in use, or the disk is (or gets) full.
     """
+    destination = destination.absolute()
     check_destination(destination)
     destination.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(destination.parent).free

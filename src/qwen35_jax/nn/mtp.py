@@ -14,6 +14,7 @@ from qwen35_jax.nn.context import TokenContext
 from qwen35_jax.nn.decoder import DecoderLayer
 from qwen35_jax.nn.norm import RMSNorm
 from qwen35_jax.nn.parameter import Keys, normal, parameter
+from qwen35_jax.ops.precision import product_precision
 
 Hidden = Float[Array, "batch time embed"]
 
@@ -65,7 +66,8 @@ class MultiTokenPrediction(nnx.Module):
         """
         with jax.named_scope("mtp.fc"):
             pair = jnp.stack([self.embedding_norm(next_embedding), self.hidden_norm(hidden)], axis=2)
-            x = jnp.einsum("btpd,epd->bte", pair, self.fc_weight[...].astype(hidden.dtype))
+            weight = self.fc_weight[...].astype(hidden.dtype)
+            x = jnp.einsum("btpd,epd->bte", pair, weight, precision=product_precision(hidden.dtype))
         with jax.named_scope("mtp.layer"):
             x, update = self.layer(x, context, cache)
         with jax.named_scope("mtp.norm"):

@@ -11,6 +11,8 @@ import math
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from qwen35_jax.ops.precision import product_precision
+
 
 def project(
     x: Float[Array, "batch time embed"], weight: Float[Array, "*heads embed"]
@@ -18,7 +20,7 @@ def project(
     """y[b, t, ...] = sum over d of x[b, t, d] weight[..., d], in the dtype of `x`."""
     *heads, embed = weight.shape
     flat = weight.reshape(math.prod(heads), embed).astype(x.dtype)
-    y = jnp.einsum("btd,nd->btn", x, flat)
+    y = jnp.einsum("btd,nd->btn", x, flat, precision=product_precision(x.dtype))
     return y.reshape(*x.shape[:2], *heads)
 
 
@@ -28,4 +30,4 @@ def merge_heads(
     """x[b, t, d] = sum over heads and their channels of y[b, t, ...] weight[d, ...], in the dtype of `y`."""
     batch, time = y.shape[:2]
     flat = weight.reshape(weight.shape[0], -1).astype(y.dtype)
-    return jnp.einsum("btn,dn->btd", y.reshape(batch, time, -1), flat)
+    return jnp.einsum("btn,dn->btd", y.reshape(batch, time, -1), flat, precision=product_precision(y.dtype))

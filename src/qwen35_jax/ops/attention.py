@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from qwen35_jax.ops.precision import product_precision
 from qwen35_jax.ops.segments import segment_index
 
 QUERY_BLOCK = 128
@@ -91,7 +92,7 @@ def attention(
     grouped = q.reshape(batch, time, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4)
     index = None
     if segment_ids is not None:
-        real = segment_ids != 0
+        real = segment_ids > 0
         index = jnp.where(real, segment_index(segment_ids), -1)
         # A weight of 0 does not silence a NaN, so what padding holds is removed, not only masked.
         grouped = jnp.where(real[:, None, None, :, None], grouped, 0)
@@ -210,19 +211,20 @@ def _attend(
     slower.
     """
     wide = jnp.promote_types(q.dtype, jnp.float32)
+    products = {"precision": product_precision(q.dtype), "preferred_element_type": wide}
     scale = q.shape[-1] ** -0.5
     if q.shape[2] * q.shape[3] <= FEW_ROWS:
         axis, equation = 2, "bgsrt,bsgd->bgrtd"
-        scores = jnp.einsum("bsgd,bgrtd->bgsrt", k, q, preferred_element_type=wide)
+        scores = jnp.einsum("bsgd,bgrtd->bgsrt", k, q, **products)
         mask = mask.swapaxes(1, 2)[:, None, :, None, :]
     else:
         axis, equation = 4, "bgrts,bsgd->bgrtd"
-        scores = jnp.einsum("bgrtd,bsgd->bgrts", q, k, preferred_element_type=wide)
+        scores = jnp.einsum("bgrtd,bsgd->bgrts", q, k, **products)
         mask = mask[:, None, None]
     scores = jnp.where(mask, scores * scale, -jnp.inf)
     peak = lax.stop_gradient(jnp.max(scores, axis=axis, keepdims=True))
     weights = jnp.exp(scores - jnp.where(peak == -jnp.inf, 0, peak))
-    numerator = jnp.einsum(equation, weights.astype(q.dtype), v, preferred_element_type=wide)
+    numerator = jnp.einsum(equation, weights.astype(q.dtype), v, **products)
     return _Partial(numerator, jnp.sum(weights, axis=axis), jnp.squeeze(peak, axis))
 
 

@@ -54,7 +54,7 @@ def causal_conv(
         taps = [history[:, j : j + time] for j in range(kernel)]
         return _weighted_sum(taps, weight, x.dtype), history[:, time:]
 
-    real = segment_ids != 0
+    real = segment_ids > 0
     any_real = jnp.any(real, axis=1)
     first = jnp.where(any_real, jnp.argmax(real, axis=1), time)
     end = jnp.where(any_real, time - jnp.argmax(real[:, ::-1], axis=1), time)

@@ -22,7 +22,7 @@ MESH_AXES = ("data", "fsdp", "sequence", "tensor", "expert")
 
 # Heads are the unit of tensor parallelism: each device holds whole heads of every part (q, k, v, z, gate), its part
 # of the convolution and of the memory, and one sum over `tensor` follows out_proj, o_proj and down. The residual
-# width is cut over `fsdp` and gathered for use. Small vectors are replicated: cutting them saves nothing.
+# width is cut over `fsdp` and gathered for use. Norms and per-head gates follow the axis that they scale.
 RULES: Mapping[str, str | None] = {
     "batch": "data",
     "time": "sequence",

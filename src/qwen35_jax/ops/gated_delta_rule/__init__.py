@@ -68,7 +68,7 @@ def gated_delta_rule(
     initial_state = jnp.where(True, initial_state, v[:, 0, :, None, :])
     segments = starts = None
     if segment_ids is not None:
-        real = segment_ids != 0
+        real = segment_ids > 0
         q, k, v, log_decay, beta = (
             jnp.where(real.reshape(real.shape + (1,) * (x.ndim - 2)), x, 0)
             for x in (q, k, v, log_decay, beta)
