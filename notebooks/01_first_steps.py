@@ -41,7 +41,7 @@ config = model.config.text
 
 # %% [markdown]
 # Three things came back. `model.config` is what `config.json` says. `model.graphdef` is the program: which layers
-# there are and how they are connected. `model.params` are the numbers, a nested dictionary of arrays. The
+# there are and how they are connected. `model.parameters` are the numbers, a nested dictionary of arrays. The
 # functions of this package are pure: they take program and parameters as arguments and change neither, so
 # `jax.jit`, `jax.grad` and a mesh of devices apply to them as to any other function.
 #
@@ -95,7 +95,7 @@ print([tokenizer.decode([token]) for token in tokens])
 # %%
 run = jax.jit(forward, static_argnums=0)
 text = jnp.array([tokens + list(answer.tokens)])
-logits = run(model.graphdef, model.params, text)
+logits = run(model.graphdef, model.parameters, text)
 print(f"logits {logits.shape}: batch, time, vocabulary")
 
 probabilities = np.asarray(jax.nn.softmax(logits[0, len(tokens) - 1]))
@@ -144,12 +144,12 @@ for position in examples:
 # is all that generation needs; here it is by hand:
 
 # %%
-logits, cache = prefill(model.graphdef, model.params, jnp.array([tokens]), cache)
+logits, cache = prefill(model.graphdef, model.parameters, jnp.array([tokens]), cache)
 written = []
 for _ in range(len(answer.tokens)):
     token = jnp.argmax(logits, axis=-1)
     written.append(int(token[0]))
-    logits, cache = decode_step(model.graphdef, model.params, token, cache)
+    logits, cache = decode_step(model.graphdef, model.parameters, token, cache)
 
 print(repr(tokenizer.decode(written)))
 print("tokens consumed by each row:", cache.lengths)
@@ -199,12 +199,12 @@ for capacity in (64, 1_024, 16_384, 262_144):
 # that it can be cut across devices along any axis. Again one layer of each kind, the `repeats` axis first:
 
 # %%
-for path, array in jax.tree_util.tree_leaves_with_path(model.params):
+for path, array in jax.tree_util.tree_leaves_with_path(model.parameters):
     names = [part.key for part in path]
     if "layers" not in names or (names[2] == 0 and names[4] in examples):
         print(f"{'.'.join(map(str, names)):54s} {array.shape!s:20s} {array.dtype}")
 
-total = sum(array.size for array in jax.tree.leaves(model.params))
+total = sum(array.size for array in jax.tree.leaves(model.parameters))
 print(f"\n{total:,d} parameters in all")
 
 # %% [markdown]
@@ -212,7 +212,7 @@ print(f"\n{total:,d} parameters in all")
 # DeltaNet layer? Output weights of zero silence it:
 
 # %%
-changed = jax.tree.map(lambda array: array, model.params)  # a copy of the dictionaries, not of the arrays
+changed = jax.tree.map(lambda array: array, model.parameters)  # a copy of the dictionaries, not of the arrays
 first = changed["decoder"]["groups"][0]["layers"][0]["mixer"]
 first["out_weight"] = first["out_weight"].at[0].set(0.0)
 

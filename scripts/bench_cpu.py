@@ -112,7 +112,7 @@ def bench_prefill_and_decode(parts: set[str], folder: Path, reference: Any) -> I
     def ours_prefill(name: str, tokens: jax.Array) -> Any:
         model = models[name]
         cache = init_cache(model.config.text, batch=1, capacity=tokens.shape[1] + 64, dtype=jnp.dtype(name))
-        return jax.block_until_ready(prefill(model.graphdef, model.params, tokens, cache))
+        return jax.block_until_ready(prefill(model.graphdef, model.parameters, tokens, cache))
 
     def peer_prefill(name: str, tokens: Any) -> Any:
         with torch.inference_mode():
@@ -136,7 +136,7 @@ def bench_prefill_and_decode(parts: set[str], folder: Path, reference: Any) -> I
 
         def ours_step(name: str) -> None:
             model = models[name]
-            logits, caches[name] = decode_step(model.graphdef, model.params, jnp.array([7]), caches[name])
+            logits, caches[name] = decode_step(model.graphdef, model.parameters, jnp.array([7]), caches[name])
             jax.block_until_ready(logits)
 
         def peer_step(name: str) -> None:
@@ -159,7 +159,7 @@ def bench_load(folder: Path) -> dict[str, Any]:
                 pass
 
     def load_all() -> None:
-        jax.block_until_ready(load(folder, dtype=jnp.bfloat16).params)
+        jax.block_until_ready(load(folder, dtype=jnp.bfloat16).parameters)
 
     timings = time_in_turn({"read": read, "load": load_all}, rounds=3)
     return {
@@ -184,7 +184,9 @@ def bench_compile() -> dict[str, Any]:
         graphdef, parameters = abstract_model(shallow, parameter_dtype=jnp.bfloat16, dtype=jnp.bfloat16)
         tokens = jax.ShapeDtypeStruct((1, 512), jnp.int32)
         jax.clear_caches()
-        jax.jit(lambda params, tokens: forward(graphdef, params, tokens)).lower(parameters, tokens).compile()
+        jax.jit(lambda parameters, tokens: forward(graphdef, parameters, tokens)).lower(
+            parameters, tokens
+        ).compile()
 
     timings = time_in_turn(
         {"8 layers": lambda: compile_with(8), "64 layers": lambda: compile_with(64)}, rounds=3

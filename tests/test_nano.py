@@ -73,11 +73,11 @@ def test_the_folder_is_small_and_its_files_are_those_of_the_model_card() -> None
 
 
 def test_the_architecture_has_two_motifs_and_an_mtp_head() -> None:
-    config, params, kept = load_hf(FOLDER, mtp=True)
+    config, parameters, kept = load_hf(FOLDER, mtp=True)
     motif = ("linear_attention",) * 3 + ("full_attention",)
     assert config.text.layer_types == motif * 2
     assert config.text.mtp_num_hidden_layers == 1
-    assert "mtp" in params
+    assert "mtp" in parameters
     assert not kept.tensors
 
 
@@ -138,7 +138,7 @@ def test_it_recalls_made_up_bindings_over_200_tokens(
 def test_the_mtp_head_guesses_the_token_after_the_next(
     tokenizer: Tokenizer, countries: list[Country]
 ) -> None:
-    config, params, _ = load_hf(FOLDER, parameter_dtype=jnp.float32, mtp=True)
+    config, parameters, _ = load_hf(FOLDER, parameter_dtype=jnp.float32, mtp=True)
     graphdef, _ = abstract_model(config, parameter_dtype=jnp.float32, dtype=jnp.float32, mtp=True)
     rng = random.Random(0)
     documents = [
@@ -152,12 +152,12 @@ def test_the_mtp_head_guesses_the_token_after_the_next(
         tokens[row, : len(ids)], real[row, : len(ids)] = ids, 1
 
     @jax.jit
-    def drafts(params):
-        model = nnx.merge(graphdef, params)
+    def drafts(parameters):
+        model = nnx.merge(graphdef, parameters)
         hidden, _ = model(tokens, segment_ids=real)
         return jnp.argmax(model.logits(model.draft_hidden(hidden, tokens, segment_ids=real)), axis=-1)
 
-    guessed = np.asarray(drafts(params))[:, :-1]
+    guessed = np.asarray(drafts(parameters))[:, :-1]
     counted = real[:, 2:] == 1
     assert np.mean((guessed == tokens[:, 2:])[counted]) > 0.5
 

@@ -24,7 +24,7 @@ from qwen35_jax.nn.decoder import Decoder
 from qwen35_jax.nn.mtp import MultiTokenPrediction
 from qwen35_jax.nn.norm import RMSNorm
 from qwen35_jax.nn.parameter import Keys, compute_dtype_for_state, key_stream, normal, parameter
-from qwen35_jax.ops.precision import product_precision
+from qwen35_jax.ops.linear import linear
 from qwen35_jax.ops.rope import rotary_cos_sin, rotary_frequencies
 from qwen35_jax.ops.segments import positions as segment_positions
 
@@ -48,13 +48,7 @@ class Embedding(nnx.Module):
 
     def logits(self, hidden: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         """Products summed in float32 (float64 in a float64 model), and left there for softmax and loss."""
-        return jnp.einsum(
-            "...d,vd->...v",
-            hidden,
-            self.weight[...].astype(hidden.dtype),
-            precision=product_precision(hidden.dtype),
-            preferred_element_type=compute_dtype_for_state(hidden.dtype),
-        )
+        return linear(hidden, self.weight[...], dtype=compute_dtype_for_state(hidden.dtype))
 
 
 class TextModel(nnx.Module):

@@ -49,17 +49,17 @@ def assert_same_files(first: Path, second: Path) -> None:
 def test_b44_import_then_export_gives_the_same_files(tmp_path: Path, options: dict, mtp: bool) -> None:
     """Names, shapes, data types, bytes, shards, headers, index, config, tokenizer: whole files are compared."""
     write_checkpoint(tmp_path / "in", **options)
-    config, params, kept = load_hf(tmp_path / "in", mtp=mtp and options.get("mtp", True))
-    export_hf(params, config, tmp_path / "out", kept=kept, companions=tmp_path / "in")
+    config, parameters, kept = load_hf(tmp_path / "in", mtp=mtp and options.get("mtp", True))
+    export_hf(parameters, config, tmp_path / "out", kept=kept, companions=tmp_path / "in")
     assert_same_files(tmp_path / "in", tmp_path / "out")
 
 
 def test_b44_only_the_changed_tensor_changes(tmp_path: Path) -> None:
     tensors = write_checkpoint(tmp_path / "in", shards=2)
-    config, params, kept = load_hf(tmp_path / "in")
-    mixer = params["decoder"]["groups"][0]["layers"][1]["mixer"]
+    config, parameters, kept = load_hf(tmp_path / "in")
+    mixer = parameters["decoder"]["groups"][0]["layers"][1]["mixer"]
     mixer["k_weight"] = mixer["k_weight"].at[1, 0, 0, 0].add(1)
-    export_hf(params, config, tmp_path / "out", kept=kept)
+    export_hf(parameters, config, tmp_path / "out", kept=kept)
     found = read_tensors(tmp_path / "out")
     changed = [name for name in tensors if not same_bytes(found[name], tensors[name])]
     assert changed == ["model.language_model.layers.5.linear_attn.in_proj_qkv.weight"]
@@ -68,9 +68,9 @@ def test_b44_only_the_changed_tensor_changes(tmp_path: Path) -> None:
 
 def test_b44_head_left_out_on_purpose_is_not_announced(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "in")
-    config, params, kept = load_hf(tmp_path / "in")
+    config, parameters, kept = load_hf(tmp_path / "in")
     visual = {name: x for name, x in kept.tensors.items() if name.startswith("model.visual.")}
-    export_hf(params, config, tmp_path / "out", kept=dataclasses.replace(kept, tensors=visual))
+    export_hf(parameters, config, tmp_path / "out", kept=dataclasses.replace(kept, tensors=visual))
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written["text_config"]["mtp_num_hidden_layers"] == 0
     assert not [name for name in read_tensors(tmp_path / "out") if name.startswith("mtp.")]
@@ -79,8 +79,8 @@ def test_b44_head_left_out_on_purpose_is_not_announced(tmp_path: Path) -> None:
 
 def test_new_shards_hold_the_same_tensors_and_stay_below_the_limit(tmp_path: Path) -> None:
     tensors = write_checkpoint(tmp_path / "in")
-    config, params, kept = load_hf(tmp_path / "in")
-    export_hf(params, config, tmp_path / "out", kept=kept, max_shard_bytes=10_000)
+    config, parameters, kept = load_hf(tmp_path / "in")
+    export_hf(parameters, config, tmp_path / "out", kept=kept, max_shard_bytes=10_000)
     shards = sorted((tmp_path / "out").glob("*.safetensors"))
     assert len(shards) > 3
     assert all(shard.stat().st_size < 10_000 + 8_000 for shard in shards)  # the header comes on top
@@ -92,30 +92,30 @@ def test_new_shards_hold_the_same_tensors_and_stay_below_the_limit(tmp_path: Pat
 
 def test_parameters_that_do_not_fit_the_config_are_refused_before_anything_is_written(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "in")
-    config, params, kept = load_hf(tmp_path / "in")
-    params["final_norm"]["weight"] = np.zeros(7, np.float32)
+    config, parameters, kept = load_hf(tmp_path / "in")
+    parameters["final_norm"]["weight"] = np.zeros(7, np.float32)
     with pytest.raises(CheckpointError, match=r"'final_norm\.weight': found shape \(7,\)"):
-        export_hf(params, config, tmp_path / "out", kept=kept)
+        export_hf(parameters, config, tmp_path / "out", kept=kept)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
 
 
 def test_destination_in_use_is_refused_and_left_alone(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "in")
-    config, params, kept = load_hf(tmp_path / "in")
+    config, parameters, kept = load_hf(tmp_path / "in")
     before = files_of(tmp_path / "in")
     with pytest.raises(CheckpointError, match="exists and is not empty"):
-        export_hf(params, config, tmp_path / "in", kept=kept)
+        export_hf(parameters, config, tmp_path / "in", kept=kept)
     assert files_of(tmp_path / "in") == before
     (tmp_path / "empty").mkdir()
-    export_hf(params, config, tmp_path / "empty", kept=kept)
+    export_hf(parameters, config, tmp_path / "empty", kept=kept)
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="is a file"):
-        export_hf(params, config, tmp_path / "file", kept=kept)
+        export_hf(parameters, config, tmp_path / "file", kept=kept)
 
 
 def test_error_in_the_middle_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_checkpoint(tmp_path / "in")
-    config, params, kept = load_hf(tmp_path / "in")
+    config, parameters, kept = load_hf(tmp_path / "in")
     assemble = export_module._assemble
 
     def fail_at_the_norm(tensor, *rest):
@@ -125,7 +125,7 @@ def test_error_in_the_middle_leaves_nothing_behind(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(export_module, "_assemble", fail_at_the_norm)
     with pytest.raises(KeyboardInterrupt):
-        export_hf(params, config, tmp_path / "out", kept=kept)
+        export_hf(parameters, config, tmp_path / "out", kept=kept)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
 
 
@@ -133,11 +133,11 @@ def test_disk_with_too_little_room_is_refused_before_writing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_checkpoint(tmp_path / "in")
-    config, params, kept = load_hf(tmp_path / "in")
+    config, parameters, kept = load_hf(tmp_path / "in")
     usage = staging.shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(staging.shutil, "disk_usage", lambda path: usage)
     with pytest.raises(CheckpointError, match=r"needs 0\.00 GB, but only 0\.00 GB are free"):
-        export_hf(params, config, tmp_path / "out", kept=kept)
+        export_hf(parameters, config, tmp_path / "out", kept=kept)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
 
 
@@ -146,11 +146,11 @@ import resource, signal, sys
 from qwen35_jax.checkpoint.export import export_hf
 from qwen35_jax.checkpoint.hf import load_hf
 from qwen35_jax.errors import CheckpointError
-config, params, kept = load_hf(sys.argv[1], to_device=False)
+config, parameters, kept = load_hf(sys.argv[1], to_device=False)
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 try:
-    export_hf(params, config, sys.argv[2], kept=kept)
+    export_hf(parameters, config, sys.argv[2], kept=kept)
 except CheckpointError as error:
     print(error)
 """
@@ -169,13 +169,13 @@ WRITE_SLOWLY = """
 import sys, time
 from qwen35_jax.checkpoint import export
 from qwen35_jax.checkpoint.hf import load_hf
-config, params, kept = load_hf(sys.argv[1], to_device=False)
+config, parameters, kept = load_hf(sys.argv[1], to_device=False)
 assemble = export._assemble
 def slowly(*arguments):
     print("writing", flush=True)
     time.sleep(60)
 export._assemble = slowly
-export.export_hf(params, config, sys.argv[2], kept=kept)
+export.export_hf(parameters, config, sys.argv[2], kept=kept)
 """
 
 
@@ -192,10 +192,10 @@ def test_killed_export_leaves_no_destination(tmp_path: Path) -> None:
 
 def test_files_are_as_readable_as_any_new_file(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "in")
-    config, params, kept = load_hf(tmp_path / "in")
+    config, parameters, kept = load_hf(tmp_path / "in")
     umask = os.umask(0o022)
     try:
-        export_hf(params, config, tmp_path / "out", kept=kept)
+        export_hf(parameters, config, tmp_path / "out", kept=kept)
     finally:
         os.umask(umask)
     assert (tmp_path / "out").stat().st_mode & 0o777 == 0o755

@@ -28,8 +28,8 @@ from tests.checkpoint.tiny_checkpoint import (
 )
 
 
-def leaves(params: dict) -> dict[tuple, np.ndarray]:
-    return {path: np.asarray(array) for path, array in parameter_leaves(params)}
+def leaves(parameters: dict) -> dict[tuple, np.ndarray]:
+    return {path: np.asarray(array) for path, array in parameter_leaves(parameters)}
 
 
 @pytest.fixture(scope="module")
@@ -40,16 +40,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str
 
 def test_layer_of_the_file_is_at_its_repeat_and_position(checkpoint) -> None:
     folder, tensors = checkpoint
-    _, params, _ = load_hf(folder)
-    layers = params["decoder"]["groups"][0]["layers"]
+    _, parameters, _ = load_hf(folder)
+    layers = parameters["decoder"]["groups"][0]["layers"]
     for index in range(8):
         norm = tensors[f"model.language_model.layers.{index}.input_layernorm.weight"]
         assert same_bytes(np.asarray(layers[index % 4]["input_norm"]["weight"])[index // 4], norm)
 
 
 def test_parameters_are_jax_arrays_in_the_file_s_data_types(checkpoint) -> None:
-    _, params, _ = load_hf(checkpoint[0])
-    for path, array in parameter_leaves(params):
+    _, parameters, _ = load_hf(checkpoint[0])
+    for path, array in parameter_leaves(parameters):
         assert isinstance(array, jax.Array)
         assert array.dtype == (jnp.float32 if path[-1] in ("A_log", "norm_weight") else jnp.bfloat16)
 
@@ -62,14 +62,14 @@ def test_b22_gate_parameters_are_never_narrowed(tmp_path: Path) -> None:
         if name.endswith(("A_log", "dt_bias")):
             tensors[name] = np.full(tensor.shape, exact)
     write_files(tmp_path / "in", config_json(), tensors)
-    config, params, kept = load_hf(tmp_path / "in", parameter_dtype="bfloat16")
-    mixer = params["decoder"]["groups"][0]["layers"][0]["mixer"]
+    config, parameters, kept = load_hf(tmp_path / "in", parameter_dtype="bfloat16")
+    mixer = parameters["decoder"]["groups"][0]["layers"][0]["mixer"]
     for name in ("A_log", "dt_bias"):
         assert mixer[name].dtype == jnp.float32
         assert (np.asarray(mixer[name]) == exact).all()
     assert mixer["norm_weight"].dtype == jnp.float32
     assert mixer["q_weight"].dtype == jnp.bfloat16
-    export_hf(params, config, tmp_path / "out", kept=kept)
+    export_hf(parameters, config, tmp_path / "out", kept=kept)
     found = read_tensors(tmp_path / "out")
     assert all(same_bytes(found[name], tensors[name]) for name in tensors)
 
@@ -79,18 +79,18 @@ def test_layers_that_store_different_types_share_the_wider_one(tmp_path: Path) -
     name = "model.language_model.layers.4.linear_attn.A_log"
     tensors[name] = tensors[name].astype(tiny.BFLOAT16)
     write_files(tmp_path / "in", config_json(), tensors)
-    config, params, kept = load_hf(tmp_path / "in")
-    assert params["decoder"]["groups"][0]["layers"][0]["mixer"]["A_log"].dtype == jnp.float32
-    export_hf(params, config, tmp_path / "out", kept=kept)
+    config, parameters, kept = load_hf(tmp_path / "in")
+    assert parameters["decoder"]["groups"][0]["layers"][0]["mixer"]["A_log"].dtype == jnp.float32
+    export_hf(parameters, config, tmp_path / "out", kept=kept)
     assert same_bytes(read_tensors(tmp_path / "out")[name], tensors[name])
 
 
 def test_parameter_dtype_casts_as_numpy_does(checkpoint) -> None:
     folder, tensors = checkpoint
-    _, params, _ = load_hf(folder, parameter_dtype="float32")
-    assert all(array.dtype == jnp.float32 for _, array in parameter_leaves(params))
+    _, parameters, _ = load_hf(folder, parameter_dtype="float32")
+    assert all(array.dtype == jnp.float32 for _, array in parameter_leaves(parameters))
     embedding = tensors["model.language_model.embed_tokens.weight"]
-    assert same_bytes(np.asarray(params["embed_tokens"]["weight"]), embedding.astype(np.float32))
+    assert same_bytes(np.asarray(parameters["embed_tokens"]["weight"]), embedding.astype(np.float32))
 
 
 def test_b46_norm_weights_are_taken_and_written_as_they_are(tmp_path: Path) -> None:
@@ -99,21 +99,21 @@ def test_b46_norm_weights_are_taken_and_written_as_they_are(tmp_path: Path) -> N
     for mtp in (False, True):
         source = tmp_path / "0"
         for turn in (1, 2):
-            config, params, kept = load_hf(source, mtp=mtp)
+            config, parameters, kept = load_hf(source, mtp=mtp)
             target = tmp_path / f"{mtp}{turn}"
-            export_hf(params, config, target, kept=kept)
+            export_hf(parameters, config, target, kept=kept)
             source = target
         found = read_tensors(source)
         assert all(same_bytes(found[name], tensors[name]) for name in tensors)
-    assert same_bytes(np.asarray(params["mtp"]["norm"]["weight"]), tensors["mtp.norm.weight"])
+    assert same_bytes(np.asarray(parameters["mtp"]["norm"]["weight"]), tensors["mtp.norm.weight"])
 
 
 def test_mtp_columns_are_embedding_first(checkpoint) -> None:
     folder, tensors = checkpoint
-    _, params, kept = load_hf(folder, mtp=True)
+    _, parameters, kept = load_hf(folder, mtp=True)
     fc = tensors["mtp.fc.weight"]
-    assert same_bytes(np.asarray(params["mtp"]["fc_weight"])[:, 0], fc[:, : tiny.EMBED])
-    assert same_bytes(np.asarray(params["mtp"]["fc_weight"])[:, 1], fc[:, tiny.EMBED :])
+    assert same_bytes(np.asarray(parameters["mtp"]["fc_weight"])[:, 0], fc[:, : tiny.EMBED])
+    assert same_bytes(np.asarray(parameters["mtp"]["fc_weight"])[:, 1], fc[:, tiny.EMBED :])
     assert not [name for name in kept.tensors if name.startswith("mtp.")]
 
 
@@ -127,9 +127,9 @@ def test_b47_every_spelling_gives_the_same_parameters_and_is_written_back(
         name = name.replace("model.language_model.", prefix)
         renamed[SPELLINGS[prefix] + name if name == "lm_head.weight" else name] = tensor
     write_files(tmp_path / "in", config_json(), renamed)
-    config, params, kept = load_hf(tmp_path / "in")
-    assert_same_parameters(params, load_hf(folder)[1])
-    export_hf(params, config, tmp_path / "out", kept=kept)
+    config, parameters, kept = load_hf(tmp_path / "in")
+    assert_same_parameters(parameters, load_hf(folder)[1])
+    export_hf(parameters, config, tmp_path / "out", kept=kept)
     found = read_tensors(tmp_path / "out")
     assert found.keys() == renamed.keys()
     assert all(same_bytes(found[name], renamed[name]) for name in renamed)
@@ -146,8 +146,8 @@ def test_b47_two_spellings_of_one_tensor_are_refused(checkpoint, tmp_path: Path)
 @pytest.mark.parametrize(("vision", "prefix"), [(True, "model.language_model."), (False, "model.")])
 def test_b47_without_a_source_names_are_those_of_the_class(tmp_path: Path, vision: bool, prefix: str) -> None:
     tensors = write_checkpoint(tmp_path / "in", prefix=prefix, vision=vision, mtp=False)
-    config, params, _ = load_hf(tmp_path / "in")
-    export_hf(params, config, tmp_path / "out")
+    config, parameters, _ = load_hf(tmp_path / "in")
+    export_hf(parameters, config, tmp_path / "out")
     text = {name for name in tensors if not name.startswith("model.visual.")}
     assert read_tensors(tmp_path / "out").keys() == text
 
@@ -163,11 +163,11 @@ def test_b48_tying_follows_the_flag_that_counts(tmp_path: Path, tied: bool, leve
     shapes = tiny.tensor_shapes(config, prefix=prefix, mtp=True, vision=level == "root")
     tensors = tiny.random_tensors(shapes)
     write_files(tmp_path, config, tensors)
-    loaded, params, _ = load_hf(tmp_path)
+    loaded, parameters, _ = load_hf(tmp_path)
     assert loaded.tie_word_embeddings == tied
-    assert ("lm_head" in params) == (not tied)
+    assert ("lm_head" in parameters) == (not tied)
     if not tied:
-        assert same_bytes(np.asarray(params["lm_head"]["weight"]), tensors["lm_head.weight"])
+        assert same_bytes(np.asarray(parameters["lm_head"]["weight"]), tensors["lm_head.weight"])
 
 
 def test_b48_untied_without_a_head_is_refused(checkpoint, tmp_path: Path) -> None:
@@ -189,10 +189,10 @@ def test_b48_tied_with_an_equal_head_is_one_parameter_and_two_tensors_again(
     tensors = dict(checkpoint[1])
     tensors["lm_head.weight"] = tensors["model.language_model.embed_tokens.weight"]
     write_files(tmp_path / "in", config_json(tied=True), tensors)
-    config, params, kept = load_hf(tmp_path / "in")
-    assert "lm_head" not in params
-    params["embed_tokens"]["weight"] = params["embed_tokens"]["weight"] + 1
-    export_hf(params, config, tmp_path / "out", kept=kept)
+    config, parameters, kept = load_hf(tmp_path / "in")
+    assert "lm_head" not in parameters
+    parameters["embed_tokens"]["weight"] = parameters["embed_tokens"]["weight"] + 1
+    export_hf(parameters, config, tmp_path / "out", kept=kept)
     found = read_tensors(tmp_path / "out")
     assert found.keys() == tensors.keys()
     assert same_bytes(found["lm_head.weight"], found["model.language_model.embed_tokens.weight"])
@@ -203,13 +203,13 @@ def test_b45_announced_head_without_tensors_is_said_and_switched_off(
 ) -> None:
     write_checkpoint(tmp_path / "in", mtp=False)
     with caplog.at_level(logging.WARNING):
-        config, params, kept = load_hf(tmp_path / "in")
+        config, parameters, kept = load_hf(tmp_path / "in")
     assert "hold no mtp.* tensors" in caplog.text
     assert config.text.mtp_num_hidden_layers == 0
-    assert "mtp" not in params
+    assert "mtp" not in parameters
     with pytest.raises(CheckpointError, match=r"hold no mtp\.\* tensors"):
         load_hf(tmp_path / "in", mtp=True)
-    export_hf(params, config, tmp_path / "out", kept=kept)
+    export_hf(parameters, config, tmp_path / "out", kept=kept)
     exported = json.loads((tmp_path / "out" / "config.json").read_text())
     assert exported["text_config"]["mtp_num_hidden_layers"] == 0
     assert exported["text_config"]["some_key_of_a_later_version"] == {"kept": True}
@@ -220,9 +220,9 @@ def test_b45_head_that_the_config_does_not_announce_is_said_kept_and_not_used(
 ) -> None:
     write_checkpoint(tmp_path, mtp_num_hidden_layers=0)
     with caplog.at_level(logging.WARNING):
-        _, params, kept = load_hf(tmp_path)
+        _, parameters, kept = load_hf(tmp_path)
     assert "they are kept and not used" in caplog.text
-    assert "mtp" not in params
+    assert "mtp" not in parameters
     assert "mtp.fc.weight" in kept.tensors
     with pytest.raises(CheckpointError, match="mtp_num_hidden_layers 0"):
         load_hf(tmp_path, mtp=True)
@@ -238,8 +238,8 @@ def test_b54_no_parameter_keeps_its_initial_value(checkpoint, monkeypatch: pytes
 
     monkeypatch.setattr(streaming, "aligned_empty", filled_with_nan)
     for dtype in (None, "float32"):
-        _, params, _ = load_hf(checkpoint[0], mtp=True, parameter_dtype=dtype)
-        for path, array in parameter_leaves(params):
+        _, parameters, _ = load_hf(checkpoint[0], mtp=True, parameter_dtype=dtype)
+        for path, array in parameter_leaves(parameters):
             assert not np.isnan(np.asarray(array, np.float32)).any(), path
 
 
@@ -331,9 +331,9 @@ def test_float64_is_kept_where_jax_can_hold_it(tmp_path: Path, x64: None) -> Non
     rng = np.random.default_rng(0)
     tensors = {name: rng.normal(size=shape) for name, shape in shapes.items()}
     write_files(tmp_path / "in", config_json(), tensors)
-    config, params, kept = load_hf(tmp_path / "in")
-    assert all(array.dtype == jnp.float64 for _, array in parameter_leaves(params))
-    export_hf(params, config, tmp_path / "out", kept=kept)
+    config, parameters, kept = load_hf(tmp_path / "in")
+    assert all(array.dtype == jnp.float64 for _, array in parameter_leaves(parameters))
+    export_hf(parameters, config, tmp_path / "out", kept=kept)
     found = read_tensors(tmp_path / "out")
     assert all(same_bytes(found[name], tensors[name]) for name in tensors)
 
@@ -341,9 +341,9 @@ def test_float64_is_kept_where_jax_can_hold_it(tmp_path: Path, x64: None) -> Non
 def test_irregular_layers_are_found_in_their_groups(tmp_path: Path) -> None:
     kinds = ["full_attention", *tiny.MOTIF, *tiny.MOTIF, "linear_attention"]
     tensors = write_checkpoint(tmp_path / "in", layer_types=kinds)
-    config, params, kept = load_hf(tmp_path / "in")
-    assert len(params["decoder"]["groups"]) > 1
-    export_hf(params, config, tmp_path / "out", kept=kept)
+    config, parameters, kept = load_hf(tmp_path / "in")
+    assert len(parameters["decoder"]["groups"]) > 1
+    export_hf(parameters, config, tmp_path / "out", kept=kept)
     found = read_tensors(tmp_path / "out")
     assert found.keys() == tensors.keys()
     assert all(same_bytes(found[name], tensors[name]) for name in tensors)

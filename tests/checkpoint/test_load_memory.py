@@ -29,16 +29,16 @@ def kilobytes(field):
 jnp.zeros(1).block_until_ready()
 open("/proc/self/clear_refs", "w").write("5")  # forget the peak of the imports
 before = kilobytes("VmRSS")
-params = {}
+parameters = {}
 if task == "convert":
     convert_to_orbax(source, target)
 elif task == "restore":
-    _, params, _ = load_orbax(target)
+    _, parameters, _ = load_orbax(target)
 else:
-    _, params, _ = load_hf(source, parameter_dtype=None if task == "as stored" else task)
-jax.block_until_ready(params)
+    _, parameters, _ = load_hf(source, parameter_dtype=None if task == "as stored" else task)
+jax.block_until_ready(parameters)
 peak = kilobytes("VmHWM") - before
-print(json.dumps({"peak": peak * 1024, "held": sum(x.nbytes for x in jax.tree.leaves(params))}))
+print(json.dumps({"peak": peak * 1024, "held": sum(x.nbytes for x in jax.tree.leaves(parameters))}))
 """
 
 

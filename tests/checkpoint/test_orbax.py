@@ -44,11 +44,11 @@ def converted(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_converted_parameters_are_those_of_the_source(source: Path, converted: Path) -> None:
-    config, params, kept = load_orbax(converted)
+    config, parameters, kept = load_orbax(converted)
     expected_config, expected, expected_kept = load_hf(source)
     assert config == expected_config
-    assert_same_parameters(params, expected)
-    assert all(isinstance(array, jax.Array) for array in jax.tree.leaves(params))
+    assert_same_parameters(parameters, expected)
+    assert all(isinstance(array, jax.Array) for array in jax.tree.leaves(parameters))
     assert kept is not None
     assert kept.layout == expected_kept.layout
     assert kept.tensors.keys() == expected_kept.tensors.keys()
@@ -78,14 +78,14 @@ def test_b46_converting_an_export_gives_the_same_again(source: Path, converted: 
 
 
 def test_kept_mtp_head_becomes_parameters_on_request(source: Path, converted: Path, tmp_path: Path) -> None:
-    config, params, kept = load_orbax(converted, mtp=True)
-    assert_same_parameters(params, load_hf(source, mtp=True)[1])
+    config, parameters, kept = load_orbax(converted, mtp=True)
+    assert_same_parameters(parameters, load_hf(source, mtp=True)[1])
     assert kept is not None
     assert not [name for name in kept.tensors if name.startswith("mtp.")]
     # Saved as parameters, it is still exported under its own names.
-    save_orbax(params, config, tmp_path / "with_head", kept=kept)
+    save_orbax(parameters, config, tmp_path / "with_head", kept=kept)
     assert holds_mtp(tmp_path / "with_head")
-    assert_same_parameters(load_orbax(tmp_path / "with_head", mtp=True)[1], params)
+    assert_same_parameters(load_orbax(tmp_path / "with_head", mtp=True)[1], parameters)
     export(tmp_path / "with_head", tmp_path / "out")
     expected, found = read_tensors(source), read_tensors(tmp_path / "out")
     assert found.keys() == expected.keys()
@@ -93,9 +93,9 @@ def test_kept_mtp_head_becomes_parameters_on_request(source: Path, converted: Pa
 
 
 def test_b22_gate_parameters_are_never_narrowed(converted: Path, source: Path) -> None:
-    _, params, _ = load_orbax(converted, parameter_dtype="float16")
+    _, parameters, _ = load_orbax(converted, parameter_dtype="float16")
     _, exact, _ = load_hf(source)
-    for path, array in parameter_leaves(params):
+    for path, array in parameter_leaves(parameters):
         narrow = path[-1] not in ("A_log", "dt_bias", "norm_weight")
         assert array.dtype == (jnp.float16 if narrow else jnp.float32), path
         if not narrow:
@@ -103,23 +103,23 @@ def test_b22_gate_parameters_are_never_narrowed(converted: Path, source: Path) -
 
 
 def test_trained_parameters_without_a_source_are_saved_and_exported(tmp_path: Path, source: Path) -> None:
-    config, params, _ = load_hf(source)
-    save_orbax(params, config, tmp_path / "trained")
+    config, parameters, _ = load_hf(source)
+    save_orbax(parameters, config, tmp_path / "trained")
     loaded_config, loaded, kept = load_orbax(tmp_path / "trained")
     assert kept is None
     assert loaded_config.text.mtp_num_hidden_layers == 0  # the head was not saved, so it is not announced
-    assert_same_parameters(loaded, params)
+    assert_same_parameters(loaded, parameters)
     export_hf(loaded, loaded_config, tmp_path / "out", kept=kept)
-    assert_same_parameters(load_hf(tmp_path / "out")[1], params)
+    assert_same_parameters(load_hf(tmp_path / "out")[1], parameters)
     with pytest.raises(CheckpointError, match="holds none"):
         load_orbax(tmp_path / "trained", mtp=True)
 
 
 def test_float64_is_saved_as_it_is(tmp_path: Path, source: Path) -> None:
-    config, params, _ = load_hf(source, to_device=False)
-    params = jax.tree.map(lambda array: array.astype(np.float64) + 1e-12, params)
-    save_orbax(params, config, tmp_path / "double")
-    assert_same_parameters(load_orbax(tmp_path / "double", to_device=False)[1], params)
+    config, parameters, _ = load_hf(source, to_device=False)
+    parameters = jax.tree.map(lambda array: array.astype(np.float64) + 1e-12, parameters)
+    save_orbax(parameters, config, tmp_path / "double")
+    assert_same_parameters(load_orbax(tmp_path / "double", to_device=False)[1], parameters)
 
 
 def test_checkpoint_for_another_config_is_refused_by_name(converted: Path, tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_incomplete_orbax_folder_is_refused_by_name(converted: Path, tmp_path: P
     broken = tmp_path / "broken"
     shutil.copytree(converted, broken)
     (broken / "params" / "_METADATA").unlink()
-    with pytest.raises(CheckpointError, match=r"params: is not a complete Orbax checkpoint"):
+    with pytest.raises(CheckpointError, match=r"parameters: is not a complete Orbax checkpoint"):
         load_orbax(broken)
 
 
@@ -158,7 +158,7 @@ def test_damaged_values_are_refused_by_the_name_of_the_folder(
         largest.unlink()
     else:
         largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
-    with pytest.raises(CheckpointError, match=r"broken/params: cannot be restored"):
+    with pytest.raises(CheckpointError, match=r"broken/parameters: cannot be restored"):
         load_orbax(broken)
 
 

@@ -49,8 +49,8 @@ streaming.aligned_empty = counting
 for options in ({}, {"parameter_dtype": "float32"}):
     _, expected, _ = load_hf(source, mtp=True, **options)
     allocated.clear()
-    config, params, kept = load_hf(source, mtp=True, shardings=shardings, **options)
-    for path, array in parameter_leaves(params):
+    config, parameters, kept = load_hf(source, mtp=True, shardings=shardings, **options)
+    for path, array in parameter_leaves(parameters):
         other = leaf(expected, path)
         assert array.sharding == leaf(shardings, path), path
         assert array.dtype == other.dtype, path
@@ -58,17 +58,18 @@ for options in ({}, {"parameter_dtype": "float32"}):
     total = sum(x.nbytes for x in jax.tree.leaves(expected))
     assert sum(allocated) == total, (sum(allocated), total)  # every distinct box once, nothing else
     for device in devices:
-        held = sum(s.data.nbytes for x in jax.tree.leaves(params) for s in x.addressable_shards if s.device == device)
+        shards = [shard for x in jax.tree.leaves(parameters) for shard in x.addressable_shards]
+        held = sum(shard.data.nbytes for shard in shards if shard.device == device)
         due = sum(x.nbytes // (4 if len([a for a in x.sharding.spec if a]) == 2 else 2 if any(x.sharding.spec) else 1)
-                  for x in jax.tree.leaves(params))
+                  for x in jax.tree.leaves(parameters))
         assert held == due
 
-config, params, kept = load_hf(source, mtp=True, shardings=shardings)
-export_hf(params, config, target, kept=kept)
-save_orbax(params, config, saved, kept=kept)
+config, parameters, kept = load_hf(source, mtp=True, shardings=shardings)
+export_hf(parameters, config, target, kept=kept)
+save_orbax(parameters, config, saved, kept=kept)
 _, again, _ = load_orbax(saved, mtp=True, shardings=shardings)
 for path, array in parameter_leaves(again):
-    other = leaf(params, path)
+    other = leaf(parameters, path)
     assert array.sharding == other.sharding and array.dtype == other.dtype, path
     assert (np.asarray(array) == np.asarray(other)).all(), path
 print("done")

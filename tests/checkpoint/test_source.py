@@ -23,11 +23,11 @@ def test_folder_and_its_conversion_load_as_the_same_model_that_runs(tmp_path: Pa
     models = [load(tmp_path / name, dtype="float32", mtp=True) for name in ("hf", "orbax")]
     assert models[0].config == models[1].config
     assert models[0].graphdef == models[1].graphdef
-    assert_same_parameters(models[0].params, models[1].params)
+    assert_same_parameters(models[0].parameters, models[1].parameters)
     for model in models:
         assert (model.folder / "tokenizer.json").is_file()
         assert (model.folder / "chat_template.jinja").is_file()
-    logits = jax.jit(forward, static_argnums=0)(models[0].graphdef, models[0].params, jnp.arange(6)[None])
+    logits = jax.jit(forward, static_argnums=0)(models[0].graphdef, models[0].parameters, jnp.arange(6)[None])
     assert logits.shape == (1, 6, VOCAB)
     assert jnp.isfinite(logits).all()
 

@@ -31,8 +31,8 @@ GOLDEN = Path(__file__).parent.parent / "golden" / "tensor_names"
 
 
 def read_layers(folder: Path) -> dict:
-    _, params, _ = load_hf(folder, to_device=False)
-    return params["decoder"]["groups"][0]["layers"]
+    _, parameters, _ = load_hf(folder, to_device=False)
+    return parameters["decoder"]["groups"][0]["layers"]
 
 
 def test_names_and_shapes_are_those_of_the_documented_format() -> None:
@@ -98,8 +98,8 @@ def test_b28_projections_of_the_delta_net_are_flat_one_part_after_the_other(tmp_
 
 def test_b28_final_norm_is_stored_as_the_offset_from_one(tmp_path: Path) -> None:
     tensors = write_checkpoint(tmp_path)
-    _, params, _ = load_hf(tmp_path, to_device=False)
-    assert same_bytes(params["final_norm"]["weight"], tensors["model.language_model.norm.weight"])
+    _, parameters, _ = load_hf(tmp_path, to_device=False)
+    assert same_bytes(parameters["final_norm"]["weight"], tensors["model.language_model.norm.weight"])
 
 
 def test_b49_conv_weight_is_not_guessed_from_its_shape(tmp_path: Path) -> None:
@@ -119,11 +119,11 @@ def test_b49_conv_weight_is_not_guessed_from_its_shape(tmp_path: Path) -> None:
     assert shapes[name] == (4, 1, 4)
     tensors = tiny.random_tensors(shapes)
     write_files(tmp_path / "in", data, tensors)
-    config, params, kept = load_hf(tmp_path / "in", to_device=False)
-    mixer = params["decoder"]["groups"][0]["layers"][0]["mixer"]
+    config, parameters, kept = load_hf(tmp_path / "in", to_device=False)
+    mixer = parameters["decoder"]["groups"][0]["layers"][0]["mixer"]
     assert (mixer["conv_v"][0, :, 0, 1] == tensors[name][3, 0, :]).all()
     assert (mixer["conv_q"][0, :, 0, 0] == tensors[name][0, 0, :]).all()
-    export_hf(params, config, tmp_path / "out", kept=kept)
+    export_hf(parameters, config, tmp_path / "out", kept=kept)
     assert same_bytes(tiny.read_tensors(tmp_path / "out")[name], tensors[name])
 
 
@@ -161,13 +161,13 @@ def test_import_then_export_is_the_identity(
     if tied:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     write_files(folder / "in", data, tensors)
-    config, params, kept = load_hf(folder / "in", to_device=False, mtp=mtp)
-    assert ("mtp" in params) == mtp
+    config, parameters, kept = load_hf(folder / "in", to_device=False, mtp=mtp)
+    assert ("mtp" in parameters) == mtp
     # Nothing is lost or doubled: the parameters hold as many numbers as the tensors they came from.
-    numbers = sum(array.size for array in jax.tree.leaves(params))
+    numbers = sum(array.size for array in jax.tree.leaves(parameters))
     used = sum(x.size for name, x in tensors.items() if mtp or not name.startswith("mtp."))
     assert numbers == used - (tensors["lm_head.weight"].size if tied else 0)
-    export_hf(params, config, folder / "out", kept=kept)
+    export_hf(parameters, config, folder / "out", kept=kept)
     assert (folder / "out" / "model.safetensors").read_bytes() == (
         folder / "in" / "model.safetensors"
     ).read_bytes()
@@ -176,10 +176,10 @@ def test_import_then_export_is_the_identity(
 def test_kept_layout_does_not_hide_a_table_that_is_wrong(tmp_path: Path) -> None:
     """Swapping two parameters changes the exported file, so the identity above is not one of untouched bytes."""
     write_checkpoint(tmp_path / "in")
-    config, params, kept = load_hf(tmp_path / "in", to_device=False)
-    mixer = params["decoder"]["groups"][0]["layers"][3]["mixer"]
+    config, parameters, kept = load_hf(tmp_path / "in", to_device=False)
+    mixer = parameters["decoder"]["groups"][0]["layers"][3]["mixer"]
     mixer["q_weight"], mixer["gate_weight"] = mixer["gate_weight"], mixer["q_weight"]
-    export_hf(params, config, tmp_path / "out", kept=dataclasses.replace(kept))
+    export_hf(parameters, config, tmp_path / "out", kept=dataclasses.replace(kept))
     before, after = tiny.read_tensors(tmp_path / "in"), tiny.read_tensors(tmp_path / "out")
     changed = {name for name in before if not same_bytes(before[name], after[name])}
     assert changed == {f"model.language_model.layers.{i}.self_attn.q_proj.weight" for i in (3, 7)}

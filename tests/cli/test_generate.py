@@ -27,10 +27,10 @@ TEMPLATE = (
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint with tokenizer and chat template, whose random weights do not end an answer early."""
     model = tiny_model()
-    embedding = model.params["embed_tokens"]
+    embedding = model.parameters["embed_tokens"]
     embedding["weight"] = embedding["weight"].at[END_OF_TURN].set(0)
     path = tmp_path_factory.mktemp("checkpoints") / "tiny"
-    export_hf(model.params, model.config, path)
+    export_hf(model.parameters, model.config, path)
     ascii_tokenizer().backend.save(str(path / "tokenizer.json"))
     (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
     (path / "chat_template.jinja").write_text(TEMPLATE)

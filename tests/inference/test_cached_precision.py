@@ -19,11 +19,11 @@ def at_once_and_from_cache(
     tiny: TinyModel, dtype: str
 ) -> tuple[Float[np.ndarray, "batch time vocab"], Float[np.ndarray, "batch time vocab"]]:
     graphdef, _ = abstract_model(tiny.config, parameter_dtype=jnp.float32, dtype=dtype)
-    at_once = jax.jit(forward, static_argnums=0)(graphdef, tiny.params, TOKENS)
+    at_once = jax.jit(forward, static_argnums=0)(graphdef, tiny.parameters, TOKENS)
     cache = init_cache(tiny.config.text, batch=BATCH, capacity=TIME, dtype=dtype)
     steps: list[Array] = []
     for tokens in TOKENS.T:
-        logits, cache = decode_step(graphdef, tiny.params, tokens, cache)
+        logits, cache = decode_step(graphdef, tiny.parameters, tokens, cache)
         steps.append(logits)
     return np.asarray(at_once, np.float32), np.asarray(jnp.stack(steps, axis=1), np.float32)
 

@@ -56,7 +56,7 @@ def test_greedy_tokens_are_those_of_the_whole_sequence_run_at_once(
     tiny: TinyModel, greedy_40: Generation
 ) -> None:
     tokens = jnp.asarray([greedy_40.prompt_tokens + greedy_40.tokens])
-    logits = jax.jit(forward, static_argnums=0)(tiny.graphdef, tiny.params, tokens)
+    logits = jax.jit(forward, static_argnums=0)(tiny.graphdef, tiny.parameters, tokens)
     expected = jnp.argmax(logits[0, 39:-1], axis=-1)
     assert greedy_40.tokens == tuple(expected.tolist())
     assert len(set(greedy_40.tokens)) > 3  # a constant answer would prove little
@@ -130,17 +130,17 @@ def test_b05_b90_a_stopped_row_emits_padding_and_its_cache_is_frozen_while_other
     run = generation._Run(
         tiny, prompts, [GREEDY] * 3, tokenizer=None, stop_ids=(stop_id,), on_token=lambda event: None
     )
-    place = generation._beside(tiny.params)
+    place = generation._beside(tiny.parameters)
     cache, logits = jax.device_put(run._empty(), place)
     rows, sampling, limits = jax.device_put((run._first_rows(), run.sampling, run.limits), place)
     for tokens, segment_ids in run._padded_chunks():
-        logits, cache = prefill_chunk(tiny.graphdef, tiny.params, cache, logits, tokens, segment_ids)
+        logits, cache = prefill_chunk(tiny.graphdef, tiny.parameters, cache, logits, tokens, segment_ids)
     rows, emission = first_token(logits, rows, sampling, limits)
     emitted = [emission]
     for step in range(1, 8):
         before = jax.device_get(cache)
         cache, rows, emission = next_token(
-            tiny.graphdef, tiny.params, cache, rows, np.ones(3, bool), sampling, limits
+            tiny.graphdef, tiny.parameters, cache, rows, np.ones(3, bool), sampling, limits
         )
         emitted.append(emission)
         frozen = [not active for active in emission.emitted]
@@ -195,10 +195,10 @@ def test_text_prompts_are_encoded(tiny: TinyModel, ascii_tokenizer: Tokenizer) -
 
 def test_ids_without_a_token_are_never_drawn(tiny: TinyModel, ascii_tokenizer: Tokenizer) -> None:
     # Row 96 of the (tied) embedding wins whenever any token does, by far.
-    embedding = tiny.params["embed_tokens"]["weight"]
+    embedding = tiny.parameters["embed_tokens"]["weight"]
     winner = embedding.at[VOCABULARY - 1].set(50 * embedding[alone(tiny, prompt(4), GREEDY).tokens[0]])
     rigged = dataclasses.replace(
-        tiny, params={**tiny.params, "embed_tokens": {"weight": winner.block_until_ready()}}
+        tiny, parameters={**tiny.parameters, "embed_tokens": {"weight": winner.block_until_ready()}}
     )
     assert alone(rigged, prompt(4), GREEDY).tokens[0] == VOCABULARY - 1
     for settings in (GREEDY, RANDOM):
@@ -208,7 +208,7 @@ def test_ids_without_a_token_are_never_drawn(tiny: TinyModel, ascii_tokenizer: T
 
 def test_b06_a_single_row_padded_on_the_left_gives_the_logits_of_the_unpadded_one(tiny: TinyModel) -> None:
     run = generation._Run(tiny, [prompt(9)], [GREEDY], None, (), lambda event: None)
-    place = generation._beside(tiny.params)
+    place = generation._beside(tiny.parameters)
     padding = np.random.default_rng(1).integers(1, VOCABULARY, (1, 7))
     results = []
     for tokens, segment_ids in (
@@ -219,7 +219,7 @@ def test_b06_a_single_row_padded_on_the_left_gives_the_logits_of_the_unpadded_on
         results.append(
             prefill_chunk(
                 tiny.graphdef,
-                tiny.params,
+                tiny.parameters,
                 cache,
                 logits,
                 tokens.astype(np.int32),
@@ -236,9 +236,9 @@ def test_b95_prompts_of_1_to_40_tokens_give_finite_logits(tiny: TinyModel) -> No
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_b95_broken_weights_raise_instead_of_giving_token_0(tiny: TinyModel, bad: float) -> None:
-    embedding = tiny.params["embed_tokens"]["weight"]
+    embedding = tiny.parameters["embed_tokens"]["weight"]
     broken = dataclasses.replace(
-        tiny, params={**tiny.params, "embed_tokens": {"weight": embedding.at[17, 3].set(bad)}}
+        tiny, parameters={**tiny.parameters, "embed_tokens": {"weight": embedding.at[17, 3].set(bad)}}
     )
     for settings in (GREEDY, RANDOM):
         with pytest.raises(NonFiniteError, match="row 0 hold NaN or infinity at step 0"):
@@ -286,7 +286,7 @@ def test_b94_a_long_chunk_is_no_larger_a_program_than_a_short_one(tiny: TinyMode
         run = generation._Run(tiny, [[1]], [GREEDY], None, (), lambda event: None)
         cache, _ = run._empty()
         program = jax.make_jaxpr(functools.partial(prefill, tiny.graphdef))(
-            tiny.params,
+            tiny.parameters,
             jnp.zeros((1, length), jnp.int32),
             cache,
             segment_ids=jnp.ones((1, length), jnp.int32),

@@ -27,7 +27,7 @@ class TinyModel:
 
     config: ModelConfig
     graphdef: nnx.GraphDef
-    params: dict[str, Any]
+    parameters: dict[str, Any]
     folder: Path | None = None
 
 

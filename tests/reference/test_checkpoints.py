@@ -30,7 +30,7 @@ CHECKPOINTS = {
 }
 
 
-@pytest.fixture(params=CHECKPOINTS)
+@pytest.fixture(parameters=CHECKPOINTS)
 def saved(request, tmp_path):
     """A random model of transformers, and the folder it saved itself to."""
     config, shard_size = CHECKPOINTS[request.param]
@@ -49,10 +49,10 @@ def bytes_of(folder: Path) -> dict[str, bytes]:
 
 def test_same_greedy_tokens_for_64_steps_and_exported_byte_for_byte(saved, tmp_path):
     model, folder = saved
-    config, params, kept = load_hf(folder)
+    config, parameters, kept = load_hf(folder)
     graphdef, _ = abstract_model(config, parameter_dtype=jnp.float32, dtype=jnp.float32)
     ours = generate(
-        LoadedModel(config, graphdef, params, folder),
+        LoadedModel(config, graphdef, parameters, folder),
         PROMPTS,
         GenerationSettings(max_new_tokens=NEW_TOKENS),
         stop_ids=(),
@@ -64,22 +64,22 @@ def test_same_greedy_tokens_for_64_steps_and_exported_byte_for_byte(saved, tmp_p
         assert list(answer.tokens) == theirs[0, len(prompt) :].tolist()
         assert len(set(answer.tokens)) > 8  # no fixed point that any model would repeat
 
-    export_hf(params, config, tmp_path / "exported", kept=kept)
+    export_hf(parameters, config, tmp_path / "exported", kept=kept)
     assert bytes_of(tmp_path / "exported") == bytes_of(folder)
 
 
 def test_transformers_loads_what_is_written_here(tmp_path):
     config = ModelConfig.from_hf({"model_type": "qwen3_5_text", **text_config(tie_word_embeddings=True)})
-    graphdef, params = init_model(config, seed=3, parameter_dtype=jnp.float32, dtype=jnp.float32)
-    params = jax.tree.map(lambda leaf: leaf * 1.25, params)
-    export_hf(params, config, tmp_path / "exported")
+    graphdef, parameters = init_model(config, seed=3, parameter_dtype=jnp.float32, dtype=jnp.float32)
+    parameters = jax.tree.map(lambda leaf: leaf * 1.25, parameters)
+    export_hf(parameters, config, tmp_path / "exported")
     theirs, problems = AutoModelForCausalLM.from_pretrained(
         tmp_path / "exported", dtype=torch.float32, output_loading_info=True
     )
     assert not any(problems.values())
     tokens = np.random.default_rng(0).integers(0, VOCAB, (2, 13))
     ours = jax.jit(functools.partial(forward, rematerialize=False), static_argnums=0)(
-        graphdef, params, tokens
+        graphdef, parameters, tokens
     )
     with torch.no_grad():
         expected = theirs(input_ids=torch.from_numpy(tokens)).logits.numpy()

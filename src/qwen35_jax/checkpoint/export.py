@@ -41,7 +41,7 @@ class _ShardPlan:
 
 
 def export_hf(
-    params: Mapping[str, Any],
+    parameters: Mapping[str, Any],
     config: ModelConfig,
     destination: str | Path,
     *,
@@ -57,8 +57,8 @@ def export_hf(
     back to the data type that the source stored.
 
     Args:
-        params: nested parameter dictionary, NumPy or JAX arrays.
-        config: of the model. An MTP head that is neither in `params` nor kept is taken out of `config.json`.
+        parameters: nested parameter dictionary, NumPy or JAX arrays.
+        config: of the model. An MTP head that is neither in `parameters` nor kept is taken out of `config.json`.
         destination: folder to be made; it appears complete or not at all.
         kept: what the import did not use, and the source's layout. Without it, names are those of the Hugging
             Face class for `config`, and data types those of the parameters.
@@ -71,10 +71,10 @@ def export_hf(
         CheckpointError: parameters that do not fit the config, a destination in use, or a full disk.
     """
     destination = Path(destination)
-    check_parameters(params, config)
+    check_parameters(parameters, config)
     layout = None if kept is None else kept.layout
     known = {} if layout is None else _layout_tensors(layout)
-    to_write = _tensors_to_write(params, config, kept, known)
+    to_write = _tensors_to_write(parameters, config, kept, known)
     if layout is not None and max_shard_bytes is None and _same_tensors(to_write, known):
         shards, index = _source_shards(layout, to_write), layout.index
     else:
@@ -100,10 +100,10 @@ def export_hf(
             copy_companions(Path(companions), folder)
 
 
-def check_parameters(params: Mapping[str, Any], config: ModelConfig) -> None:
+def check_parameters(parameters: Mapping[str, Any], config: ModelConfig) -> None:
     """Raises `CheckpointError` for a parameter that the config asks for otherwise, or not at all."""
-    expected = parameter_shapes(config, mtp="mtp" in params)
-    found = {path: tuple(array.shape) for path, array in parameter_leaves(params)}
+    expected = parameter_shapes(config, mtp="mtp" in parameters)
+    found = {path: tuple(array.shape) for path, array in parameter_leaves(parameters)}
     for path in expected.keys() | found.keys():
         if expected.get(path) != found.get(path):
             raise CheckpointError(
@@ -126,23 +126,23 @@ def _layout_metadata(layout: SourceLayout) -> dict[str, str]:
 
 
 def _tensors_to_write(
-    params: Mapping[str, Any],
+    parameters: Mapping[str, Any],
     config: ModelConfig,
     kept: KeptTensors | None,
     known: Mapping[str, StoredTensor],
 ) -> dict[str, TensorToWrite]:
     spelling = spelling_of(known, config, where="the source") if known else default_spelling(config)
     head = f"{spelling.head}lm_head.weight" in known
-    bound = bound_tensors(config, spelling, mtp="mtp" in params, lm_head=head)
+    bound = bound_tensors(config, spelling, mtp="mtp" in parameters, lm_head=head)
     result = {}
     for tensor in bound:
-        values = leaf(params, tensor.parts[0].path)
+        values = leaf(parameters, tensor.parts[0].path)
         dtype = known[tensor.name].dtype if tensor.name in known else np.dtype(values.dtype)
         result[tensor.name] = TensorToWrite(
             tensor.name,
             dtype,
             tensor.shape,
-            lambda tensor=tensor, dtype=dtype: _assemble(tensor, params, dtype),
+            lambda tensor=tensor, dtype=dtype: _assemble(tensor, parameters, dtype),
         )
     for name, tensor in {} if kept is None else kept.tensors.items():
         if name not in result:
@@ -150,11 +150,11 @@ def _tensors_to_write(
     return result
 
 
-def _assemble(tensor: BoundTensor, params: Mapping[str, Any], dtype: np.dtype) -> np.ndarray:
+def _assemble(tensor: BoundTensor, parameters: Mapping[str, Any], dtype: np.dtype) -> np.ndarray:
     """One tensor of the file, from the parameters that its rows hold."""
     rows = np.empty(tensor.shape, dtype)
     for part in tensor.parts:
-        values = _on_host(leaf(params, part.path), tensor.repeat)
+        values = _on_host(leaf(parameters, part.path), tensor.repeat)
         np.copyto(tensor.part_view(rows, part), values, casting="unsafe")
     return rows
 

@@ -78,7 +78,7 @@ def load_hf(
         folder: holds `config.json` and the weight files.
         parameter_dtype: dtype to cast parameters to; None keeps the file's. `A_log`, `dt_bias` and the
             DeltaNet norm are never narrowed.
-        mtp: load the multi-token-prediction head too, as `params["mtp"]`; otherwise its tensors are kept.
+        mtp: load the multi-token-prediction head too, as `parameters["mtp"]`; otherwise its tensors are kept.
         unroll_layers: keep each layer's parameters apart instead of stacked; see `TextConfig.unroll_layers`.
         shardings: nested dictionary like the parameters, of `jax.sharding.Sharding`, to place each straight
             onto its devices; None puts all on the default device.
@@ -95,7 +95,7 @@ def load_hf(
     """
     checkpoint = open_hf(folder, mtp=mtp, unroll_layers=unroll_layers)
     with progress(f"Loading {Path(folder).name}", checkpoint.nbytes) as advance:
-        params = read_parameters(
+        parameters = read_parameters(
             checkpoint.bound,
             checkpoint.stored,
             parameter_dtype=parameter_dtype,
@@ -103,7 +103,7 @@ def load_hf(
             to_device=to_device,
             advance=advance,
         )
-    return checkpoint.config, params, checkpoint.kept
+    return checkpoint.config, parameters, checkpoint.kept
 
 
 @dataclasses.dataclass(frozen=True)

@@ -70,7 +70,7 @@ def convert_to_orbax(
 
 
 def save_orbax(
-    params: Mapping[str, Any],
+    parameters: Mapping[str, Any],
     config: ModelConfig,
     destination: str | Path,
     *,
@@ -81,7 +81,7 @@ def save_orbax(
     """Write parameters as a folder that `load_orbax` reads.
 
     Args:
-        params: nested parameter dictionary of JAX arrays, NumPy arrays or `LazyParameter`s.
+        parameters: nested parameter dictionary of JAX arrays, NumPy arrays or `LazyParameter`s.
         config: of the model.
         destination: folder to be made; it appears complete or not at all.
         kept: from the import, to make a later export of the whole checkpoint possible.
@@ -92,17 +92,17 @@ def save_orbax(
         CheckpointError: parameters that do not fit the config, a destination in use, or a full disk.
     """
     destination = Path(destination).absolute()
-    check_parameters(params, config)
+    check_parameters(parameters, config)
     if config.text.unroll_layers:
         stacked = with_unrolled_layers(config, False)
-        params, config = regroup(params, config.text, stacked.text), stacked
-    if "mtp" not in params and not (kept and any(name.startswith("mtp.") for name in kept.tensors)):
+        parameters, config = regroup(parameters, config.text, stacked.text), stacked
+    if "mtp" not in parameters and not (kept and any(name.startswith("mtp.") for name in kept.tensors)):
         config = without_mtp(config)
     beside = [
         TensorToWrite(tensor.name, tensor.dtype, tensor.shape, tensor.read)
         for tensor in ({} if kept is None else kept.tensors).values()
     ]
-    nbytes = sum(array.nbytes for _, array in parameter_leaves(params)) + sum(t.nbytes for t in beside)
+    nbytes = sum(array.nbytes for _, array in parameter_leaves(parameters)) + sum(t.nbytes for t in beside)
     with (
         staged_folder(destination, nbytes=nbytes) as folder,
         progress(f"Writing {destination.name}", nbytes) as advance,
@@ -116,7 +116,7 @@ def save_orbax(
             write_safetensors(folder / KEPT_FILE, beside, make_header(beside, {}), advance=advance)
         if companions is not None:
             copy_companions(Path(companions), folder)
-        _save_tree(folder / PARAMETERS, params, advance)
+        _save_tree(folder / PARAMETERS, parameters, advance)
 
 
 class _OneAtATime(ocp.type_handlers.NumpyHandler):
@@ -154,9 +154,9 @@ class _OneAtATime(ocp.type_handlers.NumpyHandler):
         return arrays
 
 
-def _save_tree(directory: Path, params: Mapping[str, Any], advance: Advance) -> None:
+def _save_tree(directory: Path, parameters: Mapping[str, Any], advance: Advance) -> None:
     tree: dict[str, Any] = {}
-    for path, array in parameter_leaves(params):
+    for path, array in parameter_leaves(parameters):
         if isinstance(array, jax.Array) and len(array.sharding.device_set) == 1:
             array = LazyParameter(array.shape, np.dtype(array.dtype), lambda array=array: np.asarray(array))
         elif isinstance(array, np.ndarray):
@@ -202,14 +202,16 @@ def load_orbax(
             dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
         sharding = None if shardings is None or unroll_layers else leaf(shardings, path)
         set_leaf(target, path, jax.ShapeDtypeStruct(shape, dtype, sharding=sharding))
-    params = _restore_tree(directory, target, to_device=to_device and not unroll_layers, progress=progress)
+    parameters = _restore_tree(
+        directory, target, to_device=to_device and not unroll_layers, progress=progress
+    )
     if unroll_layers:
         unrolled = with_unrolled_layers(config, True)
-        params = _unstack(params, config, unrolled, shardings=shardings, to_device=to_device)
+        parameters = _unstack(parameters, config, unrolled, shardings=shardings, to_device=to_device)
         config = unrolled
     if mtp and not saved_mtp and kept is not None:
-        params["mtp"], kept = _read_kept_mtp(config, kept, parameter_dtype, shardings, to_device)
-    return config, params, kept
+        parameters["mtp"], kept = _read_kept_mtp(config, kept, parameter_dtype, shardings, to_device)
+    return config, parameters, kept
 
 
 def _restore_tree(
@@ -241,11 +243,11 @@ def _restore_tree(
 
 
 def _unstack(
-    params: dict[str, Any], config: ModelConfig, unrolled: ModelConfig, *, shardings: Any, to_device: bool
+    parameters: dict[str, Any], config: ModelConfig, unrolled: ModelConfig, *, shardings: Any, to_device: bool
 ) -> dict[str, Any]:
     """Host arrays, stacked, to arrays per layer."""
     result: dict[str, Any] = {}
-    for path, value in parameter_leaves(regroup(params, config.text, unrolled.text)):
+    for path, value in parameter_leaves(regroup(parameters, config.text, unrolled.text)):
         array = value.read() if isinstance(value, LazyParameter) else value
         if to_device:
             array = jax.device_put(array, None if shardings is None else leaf(shardings, path))
@@ -327,7 +329,7 @@ def _read_kept_mtp(
     everything = bound_tensors(config, default_spelling(config), mtp=True, lm_head=False)
     bound = [tensor for tensor in everything if tensor.name.startswith("mtp.")]
     check_bound(bound, kept.tensors, where=KEPT_FILE)
-    params = read_parameters(
+    parameters = read_parameters(
         bound,
         kept.tensors,
         parameter_dtype=parameter_dtype,
@@ -337,7 +339,7 @@ def _read_kept_mtp(
     )
     used = {tensor.name for tensor in bound}
     rest = {name: tensor for name, tensor in kept.tensors.items() if name not in used}
-    return params["mtp"], dataclasses.replace(kept, tensors=rest)
+    return parameters["mtp"], dataclasses.replace(kept, tensors=rest)
 
 
 def holds_mtp(folder: Path) -> bool:

@@ -28,19 +28,19 @@ def with_unrolled_layers(config: ModelConfig, unroll_layers: bool) -> ModelConfi
     return dataclasses.replace(config, text=dataclasses.replace(config.text, unroll_layers=unroll_layers))
 
 
-def regroup(params: Mapping[str, Any], source: TextConfig, target: TextConfig) -> dict[str, Any]:
+def regroup(parameters: Mapping[str, Any], source: TextConfig, target: TextConfig) -> dict[str, Any]:
     """Parameters stacked as `source` says, stacked as `target` says, with a `LazyParameter` for each of a
     layer.
 
     Args:
-        params: nested parameter dictionary of arrays.
+        parameters: nested parameter dictionary of arrays.
         source: of the parameters.
         target: the same layers with another `unroll_layers`.
     """
-    result: dict[str, Any] = {name: value for name, value in params.items() if name != "decoder"}
+    result: dict[str, Any] = {name: value for name, value in parameters.items() if name != "decoder"}
     pieces: dict[ParameterPath, list[tuple[Any, int]]] = {}
     for old, new in zip(layer_locations(source), layer_locations(target), strict=True):
-        layer = leaf(params, ("decoder", "groups", old.group, "layers", old.position))
+        layer = leaf(parameters, ("decoder", "groups", old.group, "layers", old.position))
         for path, array in parameter_leaves(layer):
             to = ("decoder", "groups", new.group, "layers", new.position, *path)
             pieces.setdefault(to, []).append((array, old.repeat))

@@ -32,13 +32,13 @@ class LoadedModel:
     Attributes:
         config: as its `config.json` says.
         graphdef: of the text model, with its compute dtype.
-        params: nested dictionary of arrays.
+        parameters: nested dictionary of arrays.
         folder: local folder with the tokenizer, chat template and generation settings.
     """
 
     config: ModelConfig
     graphdef: nnx.GraphDef
-    params: Parameters
+    parameters: Parameters
     folder: Path
 
 
@@ -101,7 +101,7 @@ def load(
     folder = find_model(source)
     if unroll_layers is None:
         unroll_layers = jax.default_backend() == "cpu" and shardings is None
-    config, params, _ = _load_folder(
+    config, parameters, _ = _load_folder(
         folder,
         parameter_dtype=parameter_dtype,
         mtp=mtp,
@@ -110,7 +110,7 @@ def load(
         progress=progress,
     )
     graphdef, _ = abstract_model(config, parameter_dtype=parameter_dtype or jnp.float32, dtype=dtype, mtp=mtp)
-    return LoadedModel(config, graphdef, params, folder)
+    return LoadedModel(config, graphdef, parameters, folder)
 
 
 def convert(source: str | Path, destination: str | Path, *, progress: Progress = quiet) -> ModelConfig:
@@ -136,11 +136,11 @@ def export(
     """Write any model as a folder in Hugging Face layout, the tokenizer's files with it; see `export_hf`."""
     check_destination(Path(destination))
     folder = find_model(source)
-    config, params, kept = _load_folder(
+    config, parameters, kept = _load_folder(
         folder, mtp=_mtp_among_parameters(folder), to_device=False, progress=progress
     )
     export_hf(
-        params,
+        parameters,
         config,
         destination,
         kept=kept,

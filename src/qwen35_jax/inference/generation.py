@@ -41,7 +41,7 @@ class LoadedModel(Protocol):
     @property
     def graphdef(self) -> nnx.GraphDef: ...
     @property
-    def params(self) -> Parameters: ...
+    def parameters(self) -> Parameters: ...
     @property
     def folder(self) -> str | os.PathLike[str] | None: ...
 
@@ -188,9 +188,9 @@ class _Run:
         )
 
     def result(self) -> GenerationResult:
-        graphdef, params = self.model.graphdef, self.model.params
+        graphdef, parameters = self.model.graphdef, self.model.parameters
         # Placed as the parameters are, so that jit sees the same in a program's first call and in later ones.
-        placement = _beside(params)
+        placement = _beside(parameters)
         cache, logits = jax.device_put(self._empty(), placement)
         rows, sampling, limits = jax.device_put((self._first_rows(), self.sampling, self.limits), placement)
         chunks = list(self._padded_chunks())
@@ -199,14 +199,14 @@ class _Run:
         for tokens, segment_ids in {
             tokens.shape: (tokens, segment_ids) for tokens, segment_ids in chunks
         }.values():
-            self._compile(prefill_chunk, graphdef, params, cache, logits, tokens, segment_ids)
+            self._compile(prefill_chunk, graphdef, parameters, cache, logits, tokens, segment_ids)
         self._compile(first_token, logits, rows, sampling, limits)
         if keep.any():
-            self._compile(next_token, graphdef, params, cache, rows, keep, sampling, limits)
+            self._compile(next_token, graphdef, parameters, cache, rows, keep, sampling, limits)
 
         begin = time.perf_counter()
         for tokens, segment_ids in chunks:
-            logits, cache = prefill_chunk(graphdef, params, cache, logits, tokens, segment_ids)
+            logits, cache = prefill_chunk(graphdef, parameters, cache, logits, tokens, segment_ids)
         rows, emission = first_token(logits, rows, sampling, limits)
         first_seen = begin
         # The device runs one step ahead of the host: while a token becomes text and is shown, the next one is
@@ -216,7 +216,7 @@ class _Run:
             following = None
             keep = np.array([reason is None for reason in self.reasons]) & (step + 1 < self.most)
             if keep.any():
-                cache, rows, following = next_token(graphdef, params, cache, rows, keep, sampling, limits)
+                cache, rows, following = next_token(graphdef, parameters, cache, rows, keep, sampling, limits)
             emission = jax.device_get(emission)
             if step == 0:
                 first_seen = time.perf_counter()
@@ -231,7 +231,7 @@ class _Run:
         text = self.model.config.text
         needed = max(len(prompt) + int(most) for prompt, most in zip(self.prompts, self.most, strict=True))
         capacity = cache_capacity(needed, text.max_context)
-        dtype = nnx.merge(self.model.graphdef, self.model.params).dtype
+        dtype = nnx.merge(self.model.graphdef, self.model.parameters).dtype
         cache = init_cache(text, batch=len(self.prompts), capacity=capacity, dtype=dtype)
         logits = jnp.zeros((len(self.prompts), text.vocab_size), jnp.promote_types(dtype, jnp.float32))
         return cache, logits
@@ -311,9 +311,9 @@ class _Run:
         )
 
 
-def _beside(params: Parameters) -> jax.sharding.Sharding:
+def _beside(parameters: Parameters) -> jax.sharding.Sharding:
     """Where values that every device needs go: to the parameters' device, or whole to each of their mesh."""
-    sharding = jax.tree.leaves(params)[0].sharding
+    sharding = jax.tree.leaves(parameters)[0].sharding
     if isinstance(sharding, jax.sharding.NamedSharding):
         return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
     return sharding

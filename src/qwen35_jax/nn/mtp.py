@@ -14,7 +14,7 @@ from qwen35_jax.nn.context import TokenContext
 from qwen35_jax.nn.decoder import DecoderLayer
 from qwen35_jax.nn.norm import RMSNorm
 from qwen35_jax.nn.parameter import Keys, normal, parameter
-from qwen35_jax.ops.precision import product_precision
+from qwen35_jax.nn.projection import merge_heads
 
 Hidden = Float[Array, "batch time embed"]
 
@@ -66,8 +66,7 @@ class MultiTokenPrediction(nnx.Module):
         """
         with jax.named_scope("mtp.fc"):
             pair = jnp.stack([self.embedding_norm(next_embedding), self.hidden_norm(hidden)], axis=2)
-            weight = self.fc_weight[...].astype(hidden.dtype)
-            x = jnp.einsum("btpd,epd->bte", pair, weight, precision=product_precision(hidden.dtype))
+            x = merge_heads(pair, self.fc_weight[...])
         with jax.named_scope("mtp.layer"):
             x, update = self.layer(x, context, cache)
         with jax.named_scope("mtp.norm"):

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from qwen35_jax.ops.precision import product_precision
+from qwen35_jax.ops.linear import linear
 
 
 def project(
@@ -19,8 +18,7 @@ def project(
 ) -> Float[Array, "batch time *heads"]:
     """y[b, t, ...] = sum over d of x[b, t, d] weight[..., d], in the dtype of `x`."""
     *heads, embed = weight.shape
-    flat = weight.reshape(math.prod(heads), embed).astype(x.dtype)
-    y = jnp.einsum("btd,nd->btn", x, flat, precision=product_precision(x.dtype))
+    y = linear(x, weight.reshape(math.prod(heads), embed))
     return y.reshape(*x.shape[:2], *heads)
 
 
@@ -29,5 +27,4 @@ def merge_heads(
 ) -> Float[Array, "batch time embed"]:
     """x[b, t, d] = sum over heads and their channels of y[b, t, ...] weight[d, ...], in the dtype of `y`."""
     batch, time = y.shape[:2]
-    flat = weight.reshape(weight.shape[0], -1).astype(y.dtype)
-    return jnp.einsum("btn,dn->btd", y.reshape(batch, time, -1), flat, precision=product_precision(y.dtype))
+    return linear(y.reshape(batch, time, -1), weight.reshape(weight.shape[0], -1))
