@@ -30,7 +30,7 @@ CHECKPOINTS = {
 }
 
 
-@pytest.fixture(parameters=CHECKPOINTS)
+@pytest.fixture(params=CHECKPOINTS)
 def saved(request, tmp_path):
     """A random model of transformers, and the folder it saved itself to."""
     config, shard_size = CHECKPOINTS[request.param]
