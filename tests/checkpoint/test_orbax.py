@@ -143,7 +143,7 @@ def test_incomplete_orbax_folder_is_refused_by_name(converted: Path, tmp_path: P
     broken = tmp_path / "broken"
     shutil.copytree(converted, broken)
     (broken / "params" / "_METADATA").unlink()
-    with pytest.raises(CheckpointError, match=r"parameters: is not a complete Orbax checkpoint"):
+    with pytest.raises(CheckpointError, match=r"params: is not a complete Orbax checkpoint"):
         load_orbax(broken)
 
 
@@ -158,7 +158,7 @@ def test_damaged_values_are_refused_by_the_name_of_the_folder(
         largest.unlink()
     else:
         largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
-    with pytest.raises(CheckpointError, match=r"broken/parameters: cannot be restored"):
+    with pytest.raises(CheckpointError, match=r"broken/params: cannot be restored"):
         load_orbax(broken)
 
 
