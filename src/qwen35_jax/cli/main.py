@@ -47,10 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line and returns its exit status.
 
     Args:
-      argv: the arguments after the program's name; those of this process when None.
+        argv: the arguments after the program's name; those of this process when None.
 
     Raises:
-      SystemExit: from argparse, after `--help` (status 0) or a usage error (status 2).
+        SystemExit: from argparse, after `--help` (status 0) or a usage error (status 2).
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:

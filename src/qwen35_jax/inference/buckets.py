@@ -25,8 +25,8 @@ def prefill_chunks(length: int, buckets: tuple[int, ...] = PREFILL_BUCKETS) -> l
     tokens run as 256 and 64, not as 512.
 
     Args:
-      length: tokens of the prompt, at least 1.
-      buckets: allowed lengths, ascending.
+        length: tokens of the prompt, at least 1.
+        buckets: allowed lengths, ascending.
     """
     chunks = []
     start = 0

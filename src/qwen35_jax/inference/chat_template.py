@@ -29,11 +29,11 @@ class ChatTemplate:
     """A compiled chat template.
 
     Args:
-      source: the template's text.
-      special_tokens: variables such as `eos_token` that templates may print.
+        source: the template's text.
+        special_tokens: variables such as `eos_token` that templates may print.
 
     Raises:
-      PromptError: the source is no valid template.
+        PromptError: the source is no valid template.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None):
@@ -48,7 +48,7 @@ class ChatTemplate:
         """Reads `chat_template.jinja`, or else `chat_template` of `tokenizer_config.json`.
 
         Raises:
-          PromptError: neither is there, or the template is not valid.
+            PromptError: neither is there, or the template is not valid.
         """
         config = read_json_object(Path(folder) / CONFIG_FILE_NAME)
         path = Path(folder) / FILE_NAME
@@ -76,15 +76,15 @@ class ChatTemplate:
         """The conversation as the text that the model continues.
 
         Args:
-          messages: each a mapping with `role` and `content`; an assistant's may have `tool_calls` in the form
-            of the OpenAI API, whose arguments may be a mapping or the JSON text of one.
-          add_generation_prompt: end with the opening of the assistant's turn.
-          enable_thinking: passed to the template; None leaves the template's own default.
-          tools: descriptions of functions that the model may call.
-          **variables: anything else that the template reads.
+            messages: each a mapping with `role` and `content`; an assistant's may have `tool_calls` in the form
+                of the OpenAI API, whose arguments may be a mapping or the JSON text of one.
+            add_generation_prompt: end with the opening of the assistant's turn.
+            enable_thinking: passed to the template; None leaves the template's own default.
+            tools: descriptions of functions that the model may call.
+            **variables: anything else that the template reads.
 
         Raises:
-          PromptError: a message is malformed, or the template refuses the conversation.
+            PromptError: a message is malformed, or the template refuses the conversation.
         """
         if enable_thinking is not None:
             variables["enable_thinking"] = enable_thinking

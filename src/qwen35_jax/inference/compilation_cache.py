@@ -17,8 +17,8 @@ def enable_compilation_cache() -> Path | None:
     chose (`JAX_COMPILATION_CACHE_DIR`) or turned off (`JAX_ENABLE_COMPILATION_CACHE=false`) stays as it is.
 
     Returns:
-      The folder, `$XDG_CACHE_HOME/qwen35-jax/xla/<machine>` or that below `~/.cache`; None where nothing was
-      changed.
+        The folder, `$XDG_CACHE_HOME/qwen35-jax/xla/<machine>` or that below `~/.cache`; None where nothing was
+        changed.
     """
     values = jax.config.values
     if values["jax_compilation_cache_dir"] or not values["jax_enable_compilation_cache"]:

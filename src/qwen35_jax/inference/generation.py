@@ -60,21 +60,21 @@ def generate(
     A row's answer does not depend on the rows beside it. Greedy decoding is the default.
 
     Args:
-      model: from `qwen35_jax.checkpoint.load`.
-      prompts: texts or lists of token ids, of any lengths.
-      settings: one for all rows, or one per row.
-      tokenizer: of the model; needed for texts and stop strings, and read from the model's folder when one of
-        these is asked for. Given one, ids past its vocabulary are never drawn.
-      stop_ids: ids that end a row; by default those that the checkpoint names, see `stop_token_ids`.
-      on_token: called for every token as it arrives.
+        model: from `qwen35_jax.checkpoint.load`.
+        prompts: texts or lists of token ids, of any lengths.
+        settings: one for all rows, or one per row.
+        tokenizer: of the model; needed for texts and stop strings, and read from the model's folder when one of
+            these is asked for. Given one, ids past its vocabulary are never drawn.
+        stop_ids: ids that end a row; by default those that the checkpoint names, see `stop_token_ids`.
+        on_token: called for every token as it arrives.
 
     Returns:
-      Tokens, text and timing. The tokens are the same whether they are streamed or not.
+        Tokens, text and timing. The tokens are the same whether they are streamed or not.
 
     Raises:
-      PromptError: a prompt is empty, holds bad ids or is too long for the context together with what is to be
-        generated; or a setting needs a tokenizer and there is none. Raised before anything is compiled.
-      NonFiniteError: the model's logits hold NaN or infinity.
+        PromptError: a prompt is empty, holds bad ids or is too long for the context together with what is to be
+            generated; or a setting needs a tokenizer and there is none. Raised before anything is compiled.
+        NonFiniteError: the model's logits hold NaN or infinity.
     """
     rows = _as_rows(prompts, settings)
     needs_text = any(isinstance(prompt, str) or wanted.stop for prompt, wanted in rows)
@@ -102,10 +102,10 @@ def check_prompts(
     """Everything that `generate` can know about its input without the weights; arguments as there.
 
     Returns:
-      Each row's prompt as token ids, and its settings with `max_new_tokens` filled in.
+        Each row's prompt as token ids, and its settings with `max_new_tokens` filled in.
 
     Raises:
-      PromptError: see `generate`.
+        PromptError: see `generate`.
     """
     tokens, per_row = [], []
     for row, (prompt, wanted) in enumerate(_as_rows(prompts, settings)):

@@ -24,11 +24,11 @@ class Rows(NamedTuple):
     """Where each row of a batch stands.
 
     Attributes:
-      token: the last token drawn.
-      step: tokens drawn so far.
-      active: false once a row has stopped; it then emits `Limits.pad_id` and its cache is frozen.
-      seen: tokens in the prompt or the answer.
-      generated: tokens in the answer.
+        token: the last token drawn.
+        step: tokens drawn so far.
+        active: false once a row has stopped; it then emits `Limits.pad_id` and its cache is frozen.
+        seen: tokens in the prompt or the answer.
+        generated: tokens in the answer.
     """
 
     token: Int[Array, "batch"]
@@ -42,10 +42,10 @@ class Limits(NamedTuple):
     """What may be drawn, and when a row ends.
 
     Attributes:
-      stop_ids: ids that end a row; -1 fills the array up to a fixed length.
-      min_new_tokens: before this many tokens no stop id is drawn.
-      vocabulary_size: ids from here on are never drawn: rows of the embedding without a token.
-      pad_id: emitted by rows that have stopped.
+        stop_ids: ids that end a row; -1 fills the array up to a fixed length.
+        min_new_tokens: before this many tokens no stop id is drawn.
+        vocabulary_size: ids from here on are never drawn: rows of the embedding without a token.
+        pad_id: emitted by rows that have stopped.
     """
 
     stop_ids: Int[Array, "batch stops"]
@@ -58,10 +58,10 @@ class Emission(NamedTuple):
     """What a step gives the host.
 
     Attributes:
-      token: the drawn token, `pad_id` in rows that had stopped before.
-      emitted: whether the row was active.
-      stopped: whether the token is a stop id.
-      finite: whether the logits held neither NaN nor infinity.
+        token: the drawn token, `pad_id` in rows that had stopped before.
+        emitted: whether the row was active.
+        stopped: whether the token is a stop id.
+        finite: whether the logits held neither NaN nor infinity.
     """
 
     token: Int[Array, "batch"]
@@ -82,8 +82,8 @@ def prefill_chunk(
     """Consumes the next piece of every prompt.
 
     Args:
-      logits: of the pieces before; kept for rows that have no token left in this piece.
-      segment_ids: 1 for tokens, 0 for padding.
+        logits: of the pieces before; kept for rows that have no token left in this piece.
+        segment_ids: 1 for tokens, 0 for padding.
     """
     latest, cache = prefill(graphdef, parameters, tokens, cache, segment_ids=segment_ids)
     has_tokens = (segment_ids > 0).any(axis=1)
@@ -111,7 +111,7 @@ def next_token(
     """Consumes the token drawn last and draws the next one, in one dispatch.
 
     Args:
-      keep: false ends a row from outside, for its length or a stop string.
+        keep: false ends a row from outside, for its length or a stop string.
     """
     rows = rows._replace(active=rows.active & keep)
     logits, cache = decode_step(graphdef, parameters, rows.token, cache, active=rows.active)

@@ -13,10 +13,10 @@ class TokenEvent:
     """News about one row, passed to `on_token`.
 
     Attributes:
-      row: index of the prompt.
-      token: the token drawn; None for the event that ends a row.
-      text: text that may now be shown. Characters come whole, so it is often empty and then more at once.
-      finish_reason: why the row ended; None while it goes on.
+        row: index of the prompt.
+        token: the token drawn; None for the event that ends a row.
+        text: text that may now be shown. Characters come whole, so it is often empty and then more at once.
+        finish_reason: why the row ended; None while it goes on.
     """
 
     row: int
@@ -30,12 +30,12 @@ class Generation:
     """One prompt's answer.
 
     Attributes:
-      prompt_tokens: what the model was given.
-      tokens: what it drew, a stop id at the end included.
-      text: the tokens as text, without special tokens, stop strings and what follows them; empty where there
-        is no tokenizer.
-      finish_reason: `stop` after a stop id or stop string, `length` when the tokens ran out.
-      seed: repeats these draws.
+        prompt_tokens: what the model was given.
+        tokens: what it drew, a stop id at the end included.
+        text: the tokens as text, without special tokens, stop strings and what follows them; empty where there
+            is no tokenizer.
+        finish_reason: `stop` after a stop id or stop string, `length` when the tokens ran out.
+        seed: repeats these draws.
     """
 
     prompt_tokens: tuple[int, ...]
@@ -50,11 +50,11 @@ class Timing:
     """Wall-clock seconds of one `generate` call.
 
     Attributes:
-      compile_seconds: tracing and compiling; about nothing once the programs exist. Not part of the others.
-      prefill_tokens: prompt tokens of all rows, padding not counted.
-      prefill_seconds: from the first chunk to the first drawn token.
-      decode_tokens: tokens drawn after the first of each row.
-      decode_seconds: from the first drawn token to the last.
+        compile_seconds: tracing and compiling; about nothing once the programs exist. Not part of the others.
+        prefill_tokens: prompt tokens of all rows, padding not counted.
+        prefill_seconds: from the first chunk to the first drawn token.
+        decode_tokens: tokens drawn after the first of each row.
+        decode_seconds: from the first drawn token to the last.
     """
 
     compile_seconds: float

@@ -72,7 +72,7 @@ def truncate(logits: Float[Array, "batch vocab"], sampling: Sampling) -> Float[A
     kept are kept too. At least the most likely token always stays.
 
     Returns:
-      Float32 logits, shifted so that each row's largest is 0.
+        Float32 logits, shifted so that each row's largest is 0.
     """
     logits = logits.astype(jnp.float32)
     # The shift comes first: a small temperature then only drives values to minus infinity.
@@ -101,8 +101,8 @@ def draw(
     (the lowest id among equals), and a batch of such rows does none of the work of a draw.
 
     Args:
-      logits: penalised; minus infinity where a token may not be drawn.
-      step: tokens that each row has generated before this one.
+        logits: penalised; minus infinity where a token may not be drawn.
+        step: tokens that each row has generated before this one.
     """
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     is_random = sampling.temperature >= GREEDY_BELOW

@@ -17,19 +17,19 @@ class GenerationSettings:
     """How one prompt is continued. The defaults are greedy decoding.
 
     Attributes:
-      max_new_tokens: tokens to generate at most. None means 128, or what the context leaves if that is less.
-      min_new_tokens: the stop ids cannot be drawn before this many tokens.
-      temperature: divides the logits before a draw; below 1e-5 the most likely token is taken (greedy).
-      top_k: draw among the k most likely tokens (and those tied with the k-th); 0 leaves all.
-      top_p: draw among the fewest most likely tokens whose probabilities sum to at least this; in (0, 1].
-      min_p: drop tokens less likely than this fraction of the most likely one; in [0, 1].
-      repetition_penalty: logits of tokens in the prompt or the answer are divided by this where positive and
-        multiplied where negative (Keskar et al. 2019, section 4.1); 1 leaves them.
-      presence_penalty: subtracted once from the logits of tokens already in the answer.
-      seed: fixes the draws, in [0, 2**32). None draws one and reports it. A row's draws depend on its own
-        seed alone, so two rows with the same prompt and seed agree.
-      stop: strings that end the answer; they and what follows are left out of the text.
-      ignore_eos: go on after stop ids, up to `max_new_tokens`.
+        max_new_tokens: tokens to generate at most. None means 128, or what the context leaves if that is less.
+        min_new_tokens: the stop ids cannot be drawn before this many tokens.
+        temperature: divides the logits before a draw; below 1e-5 the most likely token is taken (greedy).
+        top_k: draw among the k most likely tokens (and those tied with the k-th); 0 leaves all.
+        top_p: draw among the fewest most likely tokens whose probabilities sum to at least this; in (0, 1].
+        min_p: drop tokens less likely than this fraction of the most likely one; in [0, 1].
+        repetition_penalty: logits of tokens in the prompt or the answer are divided by this where positive and
+            multiplied where negative (Keskar et al. 2019, section 4.1); 1 leaves them.
+        presence_penalty: subtracted once from the logits of tokens already in the answer.
+        seed: fixes the draws, in [0, 2**32). None draws one and reports it. A row's draws depend on its own
+            seed alone, so two rows with the same prompt and seed agree.
+        stop: strings that end the answer; they and what follows are left out of the text.
+        ignore_eos: go on after stop ids, up to `max_new_tokens`.
     """
 
     max_new_tokens: int | None = None
@@ -70,7 +70,7 @@ def recommended_settings(generation_config: Mapping[str, Any]) -> dict[str, Any]
     As in `transformers`, they count only where the file says `do_sample`; otherwise decoding is greedy.
 
     Returns:
-      Keyword arguments of `GenerationSettings`.
+        Keyword arguments of `GenerationSettings`.
     """
     fields = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     if not generation_config.get("do_sample"):

@@ -25,15 +25,15 @@ def stop_token_ids(
     `config.json` (which in this family often names `<|endoftext|>` only), then the tokenizer's end token.
 
     Args:
-      folder: the checkpoint's, or None where there is none.
-      config_ids: `TextConfig.eos_token_id`.
-      tokenizer: where there is one.
+        folder: the checkpoint's, or None where there is none.
+        config_ids: `TextConfig.eos_token_id`.
+        tokenizer: where there is one.
 
     Returns:
-      All of them, ascending; empty when nothing names one.
+        All of them, ascending; empty when nothing names one.
 
     Raises:
-      PromptError: `generation_config.json` is malformed.
+        PromptError: `generation_config.json` is malformed.
     """
     if folder is not None:
         path = Path(folder) / GENERATION_CONFIG
@@ -50,7 +50,7 @@ def parse_token_ids(value: Any, name: str) -> tuple[int, ...]:
     """A field that may be absent, one id or a list of ids, as an ascending tuple.
 
     Raises:
-      PromptError: it is something else.
+        PromptError: it is something else.
     """
     if value is None:
         return ()

@@ -80,13 +80,13 @@ class AnswerText:
     """The text of one row: its tokens through a `Detokenizer`, and that through a `StopStringFilter`.
 
     Args:
-      tokenizer: None where there is none; the text is then empty.
-      stop: strings that end the text.
-      hidden: ids that never show in the text, beside the tokenizer's special tokens: the stop ids.
+        tokenizer: None where there is none; the text is then empty.
+        stop: strings that end the text.
+        hidden: ids that never show in the text, beside the tokenizer's special tokens: the stop ids.
 
     Attributes:
-      text: what has been released so far.
-      stopped: whether a stop string has ended the text.
+        text: what has been released so far.
+        stopped: whether a stop string has ended the text.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, stop: Sequence[str] = (), hidden: Iterable[int] = ()):

@@ -24,10 +24,10 @@ class Tokenizer:
     encoded with `special_tokens=False`, which reads such names as ordinary characters.
 
     Attributes:
-      backend: the `tokenizers.Tokenizer` that does the work.
-      config: what `tokenizer_config.json` says, or an empty dictionary.
-      vocabulary_size: one more than the highest id the tokenizer knows. The embedding usually has more rows
-        (padding to a round number); those are never drawn.
+        backend: the `tokenizers.Tokenizer` that does the work.
+        config: what `tokenizer_config.json` says, or an empty dictionary.
+        vocabulary_size: one more than the highest id the tokenizer knows. The embedding usually has more rows
+            (padding to a round number); those are never drawn.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any] | None = None):
@@ -40,7 +40,7 @@ class Tokenizer:
         """Reads `tokenizer.json` and, where there is one, `tokenizer_config.json`.
 
         Raises:
-          PromptError: `tokenizer.json` is absent or cannot be read.
+            PromptError: `tokenizer.json` is absent or cannot be read.
         """
         path = Path(folder) / FILE_NAME
         if not path.is_file():
@@ -61,12 +61,12 @@ class Tokenizer:
         """Token ids of a text.
 
         Args:
-          add_special_tokens: let the file's post-processor put tokens around the text (this family's has
-            none); off for rendered chats, which bring their own.
-          special_tokens: whether names of special tokens in the text stand for these tokens.
+            add_special_tokens: let the file's post-processor put tokens around the text (this family's has
+                none); off for rendered chats, which bring their own.
+            special_tokens: whether names of special tokens in the text stand for these tokens.
 
         Raises:
-          PromptError: the text holds a lone surrogate, as Python makes of bytes that are no valid UTF-8.
+            PromptError: the text holds a lone surrogate, as Python makes of bytes that are no valid UTF-8.
         """
         if any("\ud800" <= character <= "\udfff" for character in text):
             raise PromptError("the text is not valid UTF-8: look at how it was read")
@@ -99,7 +99,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """A JSON file's object; an empty one where the file is absent.
 
     Raises:
-      PromptError: the file is no JSON object.
+        PromptError: the file is no JSON object.
     """
     if not path.is_file():
         return {}
@@ -116,7 +116,7 @@ def check_token_ids(tokens: Iterable[int], vocabulary_size: int) -> list[int]:
     """The tokens as a list of plain integers.
 
     Raises:
-      PromptError: one of them is no integer, or has no row in the embedding.
+        PromptError: one of them is no integer, or has no row in the embedding.
     """
     checked = []
     for position, token in enumerate(tokens):
