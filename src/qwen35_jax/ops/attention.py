@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from qwen35_jax.ops.precision import product_precision
-from qwen35_jax.ops.segments import segment_index
+from qwen35_jax.ops.segments import is_real, segment_index
 
 QUERY_BLOCK = 128
 """Queries whose scores are held at a time. Scores take batch * heads * QUERY_BLOCK * time numbers."""
@@ -68,20 +68,20 @@ def attention(
     of its row as well.
 
     Args:
-      q, k, v: new tokens, already normalised and rotated.
-      segment_ids: 0 for padding, positive numbers for documents; None when every token is real and of one
-        document.
-      past_k, past_v: cache before this call's tokens were written.
-      past_lengths: filled slots of each row.
-      layer: given, past_k and past_v have a leading axis of layers, of which this one is read. In a scan over
-        layers, taking the layer out of the stack before the call would copy all its capacity.
+        q, k, v: new tokens, already normalised and rotated.
+        segment_ids: 0 for padding, positive numbers for documents; None when every token is real and of one
+            document.
+        past_k, past_v: cache before this call's tokens were written.
+        past_lengths: filled slots of each row.
+        layer: given, past_k and past_v have a leading axis of layers, of which this one is read. In a scan over
+            layers, taking the layer out of the stack before the call would copy all its capacity.
 
     Returns:
-      Outputs in the dtype of `q`. Products accumulate in float32 (float64), where the softmax runs; its
-      weights are rounded to the dtype of `q` for the product with the values.
+        Outputs in the dtype of `q`. Products accumulate in float32 (float64), where the softmax runs; its
+        weights are rounded to the dtype of `q` for the product with the values.
 
     Raises:
-      ValueError: shapes do not fit, or only some of past_k, past_v, past_lengths are given.
+        ValueError: shapes do not fit, or only some of past_k, past_v, past_lengths are given.
 
     Source: Vaswani et al., "Attention Is All You Need" (2017), section 3.2; merging of partial softmaxes:
     Milakov & Gimelshein, "Online normalizer calculation for softmax" (2018).
@@ -92,7 +92,7 @@ def attention(
     grouped = q.reshape(batch, time, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4)
     index = None
     if segment_ids is not None:
-        real = segment_ids > 0
+        real = is_real(segment_ids)
         index = jnp.where(real, segment_index(segment_ids), -1)
         # A weight of 0 does not silence a NaN, so what padding holds is removed, not only masked.
         grouped = jnp.where(real[:, None, None, :, None], grouped, 0)

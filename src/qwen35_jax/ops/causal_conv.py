@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from qwen35_jax.ops.segments import segment_index
+from qwen35_jax.ops.segments import is_real, segment_index
 
 
 def causal_conv(
@@ -24,19 +24,19 @@ def causal_conv(
     (see `ops.segments`).
 
     Args:
-      x: inputs. There may be any number of channel axes (heads, dim).
-      weight: taps, oldest first.
-      window: the inputs of the kernel - 1 real tokens before this call, oldest first; zeros when None. They
-        are taken to stand directly before the first real token of each row.
-      segment_ids: 0 for padding, positive numbers for documents; None when every token is real and of one
-        document.
+        x: inputs. There may be any number of channel axes (heads, dim).
+        weight: taps, oldest first.
+        window: the inputs of the kernel - 1 real tokens before this call, oldest first; zeros when None. They
+            are taken to stand directly before the first real token of each row.
+        segment_ids: 0 for padding, positive numbers for documents; None when every token is real and of one
+            document.
 
     Returns:
-      y, and the window for the next call: the last kernel - 1 real inputs of the last segment, zeros where
-      that segment is shorter. Sums run in float32 (float64); both results have the dtype of `x`.
+        y, and the window for the next call: the last kernel - 1 real inputs of the last segment, zeros where
+        that segment is shorter. Sums run in float32 (float64); both results have the dtype of `x`.
 
     Raises:
-      ValueError: a shape does not fit.
+        ValueError: a shape does not fit.
     """
     batch, time, *channels = x.shape
     kernel = weight.shape[0]
@@ -54,7 +54,7 @@ def causal_conv(
         taps = [history[:, j : j + time] for j in range(kernel)]
         return _weighted_sum(taps, weight, x.dtype), history[:, time:]
 
-    real = segment_ids > 0
+    real = is_real(segment_ids)
     any_real = jnp.any(real, axis=1)
     first = jnp.where(any_real, jnp.argmax(real, axis=1), time)
     end = jnp.where(any_real, time - jnp.argmax(real[:, ::-1], axis=1), time)

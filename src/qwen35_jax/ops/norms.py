@@ -40,14 +40,14 @@ def gated_rms_norm(
     (transformers rounds to the activations' dtype before the weight as well, which only loses accuracy.)
 
     Args:
-      x: outputs of the delta rule, one head per row.
-      gate: pre-activation gate, same shape.
-      weight: shared by all heads.
-      eps: added to the mean square.
-      activation: what the gate goes through.
+        x: outputs of the delta rule, one head per row.
+        gate: pre-activation gate, same shape.
+        weight: shared by all heads.
+        eps: added to the mean square.
+        activation: what the gate goes through.
 
     Raises:
-      ConfigError: the activation is unknown.
+        ConfigError: the activation is unknown.
 
     Source: Yang, Kautz & Hatamizadeh, "Gated Delta Networks" (2024), section 3; Qwen3_5RMSNormGated in
     transformers.

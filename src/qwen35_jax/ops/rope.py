@@ -19,18 +19,18 @@ def rotary_frequencies(
     """Radians per position of each rotated pair, and the factor on cos and sin.
 
     Args:
-      config: `rope_type` "default" gives theta^(-2i/rotary_dim); "yarn" divides the slow pairs by `factor`.
-      rotary_dim: rotated dimensions of a head (twice the number of pairs).
-      dtype: of the frequencies. Anything narrower than float32 is widened to float32, as phases from bfloat16
-        frequencies are off by whole turns beyond a few thousand tokens.
+        config: `rope_type` "default" gives theta^(-2i/rotary_dim); "yarn" divides the slow pairs by `factor`.
+        rotary_dim: rotated dimensions of a head (twice the number of pairs).
+        dtype: of the frequencies. Anything narrower than float32 is widened to float32, as phases from bfloat16
+            frequencies are off by whole turns beyond a few thousand tokens.
 
     Returns:
-      Frequencies and the attention scaling (1 without YaRN). The powers of theta are rounded to `dtype` before
-      they are inverted: in float32 that gives transformers' frequencies bit for bit, and phases grow with the
-      position, so that one bit would show.
+        Frequencies and the attention scaling (1 without YaRN). The powers of theta are rounded to `dtype` before
+        they are inverted: in float32 that gives transformers' frequencies bit for bit, and phases grow with the
+        position, so that one bit would show.
 
     Raises:
-      ConfigError: odd rotary_dim.
+        ConfigError: odd rotary_dim.
 
     Source: Su et al., "RoFormer" (2021), section 3.2; Peng et al., "YaRN" (2023), sections 3.2 to 3.4.
     """
@@ -90,11 +90,11 @@ def rotary_cos_sin(
     """cos and sin of every token's phases, in the dtype of the frequencies.
 
     Args:
-      positions: one position per token (text), or three: time, height, width.
-      inv_freq: from `rotary_frequencies`.
-      mrope_section: pairs per axis. The axes are interleaved: pair i follows height when i mod 3 = 1 and i <
-        3 * section[1], width when i mod 3 = 2 and i < 3 * section[2], else time.
-      scaling: factor on cos and sin (YaRN's attention factor).
+        positions: one position per token (text), or three: time, height, width.
+        inv_freq: from `rotary_frequencies`.
+        mrope_section: pairs per axis. The axes are interleaved: pair i follows height when i mod 3 = 1 and i <
+            3 * section[1], width when i mod 3 = 2 and i < 3 * section[2], else time.
+        scaling: factor on cos and sin (YaRN's attention factor).
 
     Source: Bai et al., "Qwen3-VL" (2025), interleaved M-RoPE.
     """

@@ -16,10 +16,15 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 
+def is_real(segment_ids: Int[Array, "*batch"]) -> Bool[Array, "*batch"]:
+    """True at tokens, false at padding."""
+    return segment_ids > 0
+
+
 def segment_starts(segment_ids: Int[Array, "batch time"]) -> Bool[Array, "batch time"]:
     """True at every real token that cuts; nowhere in the first segment of a row, which continues the cache."""
     time = segment_ids.shape[-1]
-    real = segment_ids > 0
+    real = is_real(segment_ids)
     newest_real = lax.cummax(jnp.where(real, jnp.arange(time, dtype=jnp.int32), -1), axis=1)
     newest_before = jnp.pad(newest_real[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
     id_before = jnp.take_along_axis(segment_ids, jnp.maximum(newest_before, 0), axis=1)
@@ -37,15 +42,15 @@ def positions(
     """Position of each token in its document, counting real tokens only.
 
     Args:
-      segment_ids: 0 for padding, positive numbers for documents.
-      offset: tokens of each row consumed in earlier calls. Added in the first segment, which continues them;
-        every later segment starts at 0.
+        segment_ids: 0 for padding, positive numbers for documents.
+        offset: tokens of each row consumed in earlier calls. Added in the first segment, which continues them;
+            every later segment starts at 0.
 
     Returns:
-      int32 positions. Padding gets a valid position of no meaning.
+        int32 positions. Padding gets a valid position of no meaning.
     """
     starts = segment_starts(segment_ids)
-    real_before = jnp.cumsum((segment_ids > 0).astype(jnp.int32), axis=1) - 1
+    real_before = jnp.cumsum(is_real(segment_ids).astype(jnp.int32), axis=1) - 1
     real_before_segment = lax.cummax(jnp.where(starts, real_before, 0), axis=1)
     in_segment = real_before - real_before_segment
     if offset is not None:

@@ -8,6 +8,7 @@ import numpy as np
 
 from qwen35_jax.ops.gated_delta_rule.associative import StateMap, chunk_map, compose
 from qwen35_jax.ops.gated_delta_rule.chunk import apart, chunk_terms, side_by_side, split
+from qwen35_jax.ops.gated_delta_rule.grouped import GroupedInputs
 from tests.ops.gated_delta_rule.oracle import example, loop, relative_error
 
 
@@ -33,7 +34,8 @@ def test_the_map_of_a_chunk_moves_any_state_as_its_tokens_do(x64):
 
     @jax.jit
     def moved(state):
-        chunk = split(jnp.asarray(arrays["q"]), jnp.asarray(arrays["k"]), v, log_decay, beta, None, 11)
+        inputs = GroupedInputs(jnp.asarray(arrays["q"]), jnp.asarray(arrays["k"]), v, log_decay, beta)
+        chunk = split(inputs, None, 11)
         return chunk_map(chunk_terms(jax.tree.map(lambda x: x[:, 0], chunk)))(state)
 
     state = arrays["initial_state"].reshape(2, 2, 3, 8, 5)

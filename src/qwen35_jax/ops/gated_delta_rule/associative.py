@@ -17,10 +17,11 @@ from qwen35_jax.ops.gated_delta_rule.chunk import (
     apart,
     chunk_terms,
     join,
-    product,
     side_by_side,
     split,
 )
+from qwen35_jax.ops.gated_delta_rule.grouped import GroupedInputs, GroupedOutputs, GroupedState
+from qwen35_jax.ops.gated_delta_rule.products import product
 
 
 class StateMap(NamedTuple):
@@ -50,23 +51,15 @@ def chunk_map(terms: ChunkTerms) -> StateMap:
 
 
 def associative(
-    q: Float[Array, "batch time key_heads key_dim"],
-    k: Float[Array, "batch time key_heads key_dim"],
-    v: Float[Array, "batch time key_heads group value_dim"],
-    log_decay: Float[Array, "batch time key_heads group"],
-    beta: Float[Array, "batch time key_heads group"],
-    state: Float[Array, "batch key_heads key_dim values"],
+    inputs: GroupedInputs,
+    state: GroupedState,
     segments: Int[Array, "batch time"] | None,
     chunk_size: int,
-) -> tuple[
-    Float[Array, "batch time key_heads group value_dim"],
-    Float[Array, "batch key_heads key_dim values"],
-]:
+) -> tuple[GroupedOutputs, GroupedState]:
     """All chunks at once: their maps, composed in a tree, give the state before each chunk."""
-    terms = chunk_terms(split(q, k, v, log_decay, beta, segments, chunk_size))
+    terms = chunk_terms(split(inputs, segments, chunk_size))
     maps = jax.lax.associative_scan(compose, chunk_map(terms), axis=1)
-    group = v.shape[3]
-    after = side_by_side(maps(apart(state, group)[:, None]))
+    after = side_by_side(maps(apart(state, inputs.v.shape[3])[:, None]))
     before = jnp.concatenate([state[:, None], after[:, :-1]], axis=1)
     _, outputs = advance(before, terms)
-    return join(outputs, q.shape[1]), after[:, -1]
+    return join(outputs, inputs.q.shape[1]), after[:, -1]

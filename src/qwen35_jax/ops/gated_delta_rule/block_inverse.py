@@ -15,15 +15,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-HIGHEST = jax.lax.Precision.HIGHEST
+from qwen35_jax.ops.gated_delta_rule.products import product
+
 SUBSTITUTION_SIZE = 16
 
-
-def _matmul(a, b):
-    return jnp.matmul(a, b, precision=HIGHEST)
+SquareMatrices = Float[Array, "*batch size size"]
 
 
-def _forward_substitution(lower):
+def _forward_substitution(lower: SquareMatrices) -> SquareMatrices:
     """Inverse of I + `lower`: column j of `lower` takes multiples of row j, by then final, from the rows below."""
     size = lower.shape[-1]
 
@@ -36,14 +35,16 @@ def _forward_substitution(lower):
     return jax.lax.fori_loop(1, size - 1, eliminate, eliminate(0, identity))
 
 
-def _blocks(matrix, size, *, row, column, step):
+def _blocks(
+    matrix: SquareMatrices, size: int, *, row: int, column: int, step: int
+) -> Float[Array, "*batch blocks block block"]:
     """Blocks (row, column), (row + step, column + step), ... of `matrix`, in blocks of `size`, as one axis."""
     count = matrix.shape[-1] // size // step
     corners = [((row + i * step) * size, (column + i * step) * size) for i in range(count)]
     return jnp.stack([matrix[..., y : y + size, x : x + size] for y, x in corners], axis=-3)
 
 
-def _invert(lower):
+def _invert(lower: SquareMatrices) -> SquareMatrices:
     size = SUBSTITUTION_SIZE
     full = lower.shape[-1]
     if full <= size:
@@ -57,7 +58,7 @@ def _invert(lower):
     while size < padded:
         upper_left, lower_right = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
         between = _blocks(lower, size, row=1, column=0, step=2)
-        lower_left = -_matmul(lower_right, _matmul(between, upper_left))
+        lower_left = -product(lower_right, product(between, upper_left))
         inverse = jnp.concatenate(
             [
                 jnp.concatenate([upper_left, jnp.zeros_like(upper_left)], axis=-1),
@@ -70,7 +71,7 @@ def _invert(lower):
 
 
 @jax.custom_jvp
-def unit_lower_inverse(lower: Float[Array, "*batch size size"]) -> Float[Array, "*batch size size"]:
+def unit_lower_inverse(lower: SquareMatrices) -> SquareMatrices:
     """Inverse of I + `lower`, where `lower` is strictly lower triangular (the rest of it must be zero).
 
     The derivative comes from the inverse X itself, dX = -X dL X: two products, forwards and backwards.
@@ -79,7 +80,9 @@ def unit_lower_inverse(lower: Float[Array, "*batch size size"]) -> Float[Array, 
 
 
 @unit_lower_inverse.defjvp
-def _unit_lower_inverse_jvp(primals, tangents):
+def _unit_lower_inverse_jvp(
+    primals: tuple[SquareMatrices], tangents: tuple[SquareMatrices]
+) -> tuple[SquareMatrices, SquareMatrices]:
     (lower,), (tangent,) = primals, tangents
     inverse = unit_lower_inverse(lower)
-    return inverse, -_matmul(inverse, _matmul(tangent, inverse))
+    return inverse, -product(inverse, product(tangent, inverse))

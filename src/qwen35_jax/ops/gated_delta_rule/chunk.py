@@ -14,33 +14,14 @@ Products of queries and keys belong to the key head and are computed once for al
 import math
 from typing import NamedTuple
 
+import einops
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from qwen35_jax.ops.gated_delta_rule.block_inverse import unit_lower_inverse
-
-HIGHEST = jax.lax.Precision.HIGHEST
-
-
-def product(a: Float[Array, "*#batch m n"], b: Float[Array, "*#batch n p"]) -> Float[Array, "*batch m p"]:
-    """Matrix product in full precision, wherever the hardware would rather round its operands."""
-    return jnp.matmul(a, b, precision=HIGHEST)
-
-
-def product_nt(a: Float[Array, "*batch m n"], b: Float[Array, "*batch p n"]) -> Float[Array, "*batch m p"]:
-    """a b^T, without a transposed copy of b."""
-    return jnp.einsum("...mn,...pn->...mp", a, b, precision=HIGHEST)
-
-
-def product_tn(a: Float[Array, "*batch n m"], b: Float[Array, "*batch n p"]) -> Float[Array, "*batch m p"]:
-    """a^T b, without a transposed copy of a."""
-    return jnp.einsum("...nm,...np->...mp", a, b, precision=HIGHEST)
-
-
-def row_dots(a: Float[Array, "*batch m n"], b: Float[Array, "*batch m n"]) -> Float[Array, "*batch m"]:
-    """Dot products of the rows of a with those of b. (As a sum of a product, XLA is 8 times slower on a CPU.)"""
-    return jnp.einsum("...mn,...mn->...m", a, b, precision=HIGHEST)
+from qwen35_jax.ops.gated_delta_rule.grouped import GroupedInputs, GroupedOutputs
+from qwen35_jax.ops.gated_delta_rule.products import product, product_nt, product_tn, row_dots
 
 
 class Chunk(NamedTuple):
@@ -98,13 +79,10 @@ def split_cumsum(
     grid = 2.0 ** (math.ceil(math.log2(size * -floor)) - digits)
     coarse = jax.lax.stop_gradient(jnp.round(log_decay / grid) * grid)
     upper = jnp.triu(jnp.ones((size, size), log_decay.dtype))
-    return (
-        product(coarse, upper),
-        product(log_decay - coarse, upper),
-    )
+    return product(coarse, upper), product(log_decay - coarse, upper)
 
 
-def _masked_exp(exponent, mask):
+def _masked_exp(exponent: Float[Array, "*shape"], mask: Bool[Array, "*#shape"]) -> Float[Array, "*shape"]:
     """exp where `mask`, else 0; masked before exp, so that no overflow reaches the value or the gradient."""
     return jnp.where(mask, jnp.exp(jnp.where(mask, exponent, 0)), 0)
 
@@ -135,15 +113,14 @@ def side_by_side(
     x: Float[Array, "*chunks key_heads group size value_dim"],
 ) -> Float[Array, "*chunks key_heads size values"]:
     """The value heads of a key head beside each other, so that one product with q or k serves them all."""
-    *_, group, size, value_dim = x.shape
-    return x.swapaxes(-3, -2).reshape(*x.shape[:-3], size, group * value_dim)
+    return einops.rearrange(x, "... g c v -> ... c (g v)")
 
 
 def apart(
     x: Float[Array, "*chunks key_heads size values"], group: int
 ) -> Float[Array, "*chunks key_heads group size value_dim"]:
     """Undoes `side_by_side`."""
-    return x.reshape(*x.shape[:-1], group, -1).swapaxes(-3, -2)
+    return einops.rearrange(x, "... c (g v) -> ... g c v", g=group)
 
 
 def advance(
@@ -166,10 +143,12 @@ def by_head(
     state: Float[Array, "*chunks key_heads key_dim values"], group: int
 ) -> Float[Array, "*chunks key_heads key_dim group value_dim"]:
     """The states of a key head's value heads, side by side in `values`, as an axis of their own."""
-    return state.reshape(*state.shape[:-1], group, -1)
+    return einops.rearrange(state, "... k (g v) -> ... k g v", g=group)
 
 
-def _fade(state, terms):
+def _fade(
+    state: Float[Array, "*chunks key_heads key_dim values"], terms: ChunkTerms
+) -> Float[Array, "*chunks key_heads key_dim values"]:
     """exp(G_C) S, with S as in `advance`."""
     factor = terms.from_state[..., None, :, -1:]
     return (factor * by_head(state, factor.shape[-2])).reshape(state.shape)
@@ -246,35 +225,25 @@ def advance_gradient(
     )
 
 
-def split(
-    q: Float[Array, "batch time key_heads key_dim"],
-    k: Float[Array, "batch time key_heads key_dim"],
-    v: Float[Array, "batch time key_heads group value_dim"],
-    log_decay: Float[Array, "batch time key_heads group"],
-    beta: Float[Array, "batch time key_heads group"],
-    segments: Int[Array, "batch time"] | None,
-    size: int,
-) -> Chunk:
+def split(inputs: GroupedInputs, segments: Int[Array, "batch time"] | None, size: int) -> Chunk:
     """Cuts the time axis into chunks of `size` tokens, the last one filled with no-ops: `*chunks` = batch chunk.
 
     `segments` counts the segments of a row from 0; the state at hand belongs to segment 0.
     """
-    fill = -q.shape[1] % size
+    fill = -inputs.q.shape[1] % size
 
-    def cut(x, mode="constant"):
+    def cut(x: Array, mode: str = "constant") -> Array:
         if fill:
             x = jnp.pad(x, ((0, 0), (0, fill)) + ((0, 0),) * (x.ndim - 2), mode=mode)
-        return x.reshape(x.shape[0], -1, size, *x.shape[2:])
+        return einops.rearrange(x, "b (n c) ... -> b n c ...", c=size)
 
     segment = segment_before = None
     if segments is not None:
         segment = cut(segments, mode="edge")
         segment_before = jnp.pad(segment[:, :-1, -1], ((0, 0), (1, 0)))
-    return Chunk(cut(q), cut(k), cut(v), cut(log_decay), cut(beta), segment, segment_before)
+    return Chunk(*map(cut, inputs), segment, segment_before)
 
 
-def join(
-    outputs: Float[Array, "batch chunk size key_heads group value_dim"], time: int
-) -> Float[Array, "batch time key_heads group value_dim"]:
+def join(outputs: Float[Array, "batch chunk size key_heads group value_dim"], time: int) -> GroupedOutputs:
     """The chunks' outputs as one time axis, without the filling."""
-    return outputs.reshape(outputs.shape[0], -1, *outputs.shape[3:])[:, :time]
+    return einops.rearrange(outputs, "b n c ... -> b (n c) ...")[:, :time]

@@ -10,11 +10,13 @@ write strength beta and query q does
 Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule" (2024), equation 10.
 """
 
+import einops
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-HIGHEST = jax.lax.Precision.HIGHEST
+from qwen35_jax.ops.gated_delta_rule.grouped import GroupedInputs, GroupedOutputs, GroupedState
+from qwen35_jax.ops.gated_delta_rule.products import HIGHEST
 
 
 def token_step(
@@ -36,21 +38,12 @@ def token_step(
 
 
 def recurrent(
-    q: Float[Array, "batch time key_heads key_dim"],
-    k: Float[Array, "batch time key_heads key_dim"],
-    v: Float[Array, "batch time key_heads group value_dim"],
-    log_decay: Float[Array, "batch time key_heads group"],
-    beta: Float[Array, "batch time key_heads group"],
-    state: Float[Array, "batch key_heads key_dim values"],
-    starts: Bool[Array, "batch time"] | None,
-) -> tuple[
-    Float[Array, "batch time key_heads group value_dim"],
-    Float[Array, "batch key_heads key_dim values"],
-]:
+    inputs: GroupedInputs, state: GroupedState, starts: Bool[Array, "batch time"] | None
+) -> tuple[GroupedOutputs, GroupedState]:
     """Walks the tokens one by one.
 
     Args:
-        q, k, v, log_decay, beta: inputs of one dtype, value heads grouped by their key head, padding already a no-op.
+        inputs: tokens, padding already a no-op.
         state: the state before the first token.
         starts: true where the state is cleared before the token; None where that never happens.
 
@@ -59,16 +52,18 @@ def recurrent(
     """
 
     def body(state, token):
-        *inputs, cut = token
+        inputs, cut = token
         if cut is not None:
-            state = jnp.where(cut[:, None, None, None, None], 0, state)
+            state = jnp.where(jnp.expand_dims(cut, range(1, state.ndim)), 0, state)
         return token_step(state, *inputs)
 
-    by_head = state.reshape(*state.shape[:3], *v.shape[3:])
-    if q.shape[1] == 1:  # decoding: no loop, one small program
-        token = [x[:, 0] for x in (q, k, v, log_decay, beta)]
-        by_head, output = body(by_head, (*token, None if starts is None else starts[:, 0]))
-        return output[:, None], by_head.reshape(state.shape)
-    tokens = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (q, k, v, log_decay, beta, starts))
-    by_head, outputs = jax.lax.scan(body, by_head, tokens)
-    return jnp.moveaxis(outputs, 0, 1), by_head.reshape(state.shape)
+    group = inputs.v.shape[3]
+    by_head = einops.rearrange(state, "b h k (g v) -> b h k g v", g=group)
+    if inputs.q.shape[1] == 1:  # decoding: no loop, one small program
+        by_head, output = body(by_head, jax.tree.map(lambda x: x[:, 0], (inputs, starts)))
+        outputs = output[:, None]
+    else:
+        time_first = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (inputs, starts))
+        by_head, outputs = jax.lax.scan(body, by_head, time_first)
+        outputs = jnp.moveaxis(outputs, 0, 1)
+    return outputs, einops.rearrange(by_head, "b h k g v -> b h k (g v)")
