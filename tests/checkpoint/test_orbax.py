@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import filecmp
 import json
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -218,3 +220,25 @@ def test_unrolled_parameters_are_saved_stacked_and_come_back_in_either_way(
             assert found_config == expected_config
             assert_same_parameters(found, expected)
             assert all(isinstance(array, jax.Array) for array in jax.tree.leaves(found))
+
+
+@pytest.mark.parametrize("placed", [False, True])
+@pytest.mark.parametrize("unroll_layers", [False, True])
+def test_progress_passes_every_parameter_and_ends_at_the_whole(
+    converted: Path, placed: bool, unroll_layers: bool
+) -> None:
+    _, expected, _ = load_orbax(converted, unroll_layers=unroll_layers)
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    steps: list[int] = []
+    totals: list[int] = []
+
+    @contextlib.contextmanager
+    def progress(title: str, nbytes: int) -> Iterator[Callable[[int], None]]:
+        totals.append(nbytes)
+        yield steps.append
+
+    shardings = jax.tree.map(lambda array: one, expected) if placed else None
+    load_orbax(converted, unroll_layers=unroll_layers, shardings=shardings, progress=progress)
+    stacked = jax.tree.leaves(load_orbax(converted)[1])
+    assert totals == [sum(steps)]
+    assert sorted(steps) == sorted(array.nbytes for array in stacked)

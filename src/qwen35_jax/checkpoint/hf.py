@@ -91,7 +91,8 @@ def load_hf(
 
     Raises:
         ConfigError: `config.json` is missing or wrong, or describes a model that cannot be built.
-        CheckpointError: the weights are missing, malformed, or not what the config asks for.
+        CheckpointError: the weights are missing, malformed, or not what the config asks for; shardings that are
+            not those of these parameters.
     """
     checkpoint = open_hf(folder, mtp=mtp, unroll_layers=unroll_layers)
     with progress(f"Loading {Path(folder).name}", checkpoint.nbytes) as advance:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from jax.typing import DTypeLike
 
 from qwen35_jax.checkpoint.export import check_parameters, config_text, without_mtp
 from qwen35_jax.checkpoint.hf import KeptTensors, SourceLayout, check_bound, default_spelling, open_hf
+from qwen35_jax.checkpoint.orbax_handlers import HostArrays, PlacedArrays
 from qwen35_jax.checkpoint.parameter_tree import (
     LazyParameter,
     ParameterPath,
@@ -30,6 +31,7 @@ from qwen35_jax.checkpoint.parameter_tree import (
     parameter_leaves,
     set_leaf,
 )
+from qwen35_jax.checkpoint.placement import check_shardings
 from qwen35_jax.checkpoint.progress import Advance, Progress, quiet
 from qwen35_jax.checkpoint.regrouping import regroup, with_unrolled_layers
 from qwen35_jax.checkpoint.safetensors_file import (
@@ -46,7 +48,6 @@ from qwen35_jax.errors import CheckpointError
 
 PARAMETERS = "params"
 KEPT_FILE = "kept.safetensors"
-_COMMIT_BYTES = 4 << 20
 
 
 def convert_to_orbax(
@@ -119,41 +120,6 @@ def save_orbax(
         _save_tree(folder / PARAMETERS, parameters, advance)
 
 
-class _OneAtATime(ocp.type_handlers.NumpyHandler):
-    """Deals with one parameter (or a few small ones) to the end before the next, to have no more in memory."""
-
-    def __init__(self, advance: Advance, *, to_device: bool = False):
-        super().__init__(deepcopy_host_arrays=False)
-        self._advance = advance
-        self._to_device = to_device
-
-    async def serialize(
-        self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None
-    ) -> Sequence[Any]:
-        args = args or [ocp.SaveArgs()] * len(values)
-        start, nbytes = 0, 0
-        for stop, value in enumerate(values, start=1):
-            nbytes += value.nbytes
-            # Each commit writes the directory of all before it anew, so small parameters share one.
-            if nbytes >= _COMMIT_BYTES or stop == len(values):
-                arrays = [value.read() for value in values[start:stop]]
-                for commit in await super().serialize(arrays, infos[start:stop], args[start:stop]):
-                    commit.result()
-                self._advance(nbytes)
-                start, nbytes = stop, 0
-        return []
-
-    async def deserialize(
-        self, infos: Sequence[Any], args: Sequence[Any] | None = None
-    ) -> Sequence[np.ndarray]:
-        arrays: list[Any] = []
-        for info, arg in zip(infos, args or [ocp.RestoreArgs()] * len(infos), strict=True):
-            (array,) = await super().deserialize([info], [arg])
-            self._advance(array.nbytes)
-            arrays.append(jax.device_put(array) if self._to_device else array)
-        return arrays
-
-
 def _save_tree(directory: Path, parameters: Mapping[str, Any], advance: Advance) -> None:
     tree: dict[str, Any] = {}
     for path, array in parameter_leaves(parameters):
@@ -163,7 +129,7 @@ def _save_tree(directory: Path, parameters: Mapping[str, Any], advance: Advance)
             array = LazyParameter(array.shape, array.dtype, lambda array=array: array)
         set_leaf(tree, path, array)
     registry = ocp.type_handlers.create_type_handler_registry(
-        (LazyParameter, _OneAtATime(advance)), (jax.Array, ocp.type_handlers.ArrayHandler())
+        (LazyParameter, HostArrays(advance)), (jax.Array, ocp.type_handlers.ArrayHandler())
     )
     handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry, use_compression=False)
     with ocp.Checkpointer(handler) as checkpointer:
@@ -195,8 +161,11 @@ def load_orbax(
     saved_mtp = any(path[0] == "mtp" for path in stored)
     if mtp and not saved_mtp and not kept_mtp:
         raise CheckpointError(f"{folder}: the MTP head was asked for, but the checkpoint holds none")
+    wanted = _wanted_parameters(config, stored, folder, mtp=mtp and saved_mtp)
+    unrolled = with_unrolled_layers(config, unroll_layers)
+    check_shardings(shardings, parameter_shapes(unrolled, mtp=mtp), to_device=to_device)
     target: dict[str, Any] = {}
-    for path, shape in _wanted_parameters(config, stored, folder, mtp=mtp and saved_mtp).items():
+    for path, shape in wanted.items():
         dtype = dtype_in_memory(path, stored[_as_text(path)][1], parameter_dtype)
         if to_device:
             dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
@@ -206,7 +175,6 @@ def load_orbax(
         directory, target, to_device=to_device and not unroll_layers, progress=progress
     )
     if unroll_layers:
-        unrolled = with_unrolled_layers(config, True)
         parameters = _unstack(parameters, config, unrolled, shardings=shardings, to_device=to_device)
         config = unrolled
     if mtp and not saved_mtp and kept is not None:
@@ -217,17 +185,13 @@ def load_orbax(
 def _restore_tree(
     directory: Path, target: dict[str, Any], *, to_device: bool, progress: Progress
 ) -> dict[str, Any]:
-    """Read what `target` names. With shardings Orbax places each device's part, otherwise it is done here."""
+    """Read what `target` names; Orbax places each device's part where there are shardings."""
     nbytes = sum(math.prod(each.shape) * each.dtype.itemsize for _, each in parameter_leaves(target))
     with progress(f"Loading {directory.parent.name}", nbytes) as advance:
-        if any(each.sharding is not None for _, each in parameter_leaves(target)):
-            handler = ocp.PyTreeCheckpointHandler()
-        else:
-            one_at_a_time = _OneAtATime(advance, to_device=to_device)
-            registry = ocp.type_handlers.create_type_handler_registry(
-                (np.ndarray, one_at_a_time), (jax.Array, ocp.type_handlers.ArrayHandler())
-            )
-            handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+        registry = ocp.type_handlers.create_type_handler_registry(
+            (np.ndarray, HostArrays(advance, to_device=to_device)), (jax.Array, PlacedArrays(advance))
+        )
+        handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
         arguments = ocp.args.PyTreeRestore(
             target,
             restore_args=ocp.checkpoint_utils.construct_restore_args(target),
@@ -333,7 +297,7 @@ def _read_kept_mtp(
         bound,
         kept.tensors,
         parameter_dtype=parameter_dtype,
-        shardings=shardings,
+        shardings=None if shardings is None else {"mtp": shardings["mtp"]},
         to_device=to_device,
         advance=lambda count: None,
     )

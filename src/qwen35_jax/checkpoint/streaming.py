@@ -23,9 +23,10 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from qwen35_jax.checkpoint.parameter_tree import LazyParameter, ParameterPath, leaf, set_leaf
+from qwen35_jax.checkpoint.placement import check_shardings
 from qwen35_jax.checkpoint.progress import Advance
 from qwen35_jax.checkpoint.safetensors_file import DTYPES, StoredTensor
-from qwen35_jax.checkpoint.tensor_table import NEVER_NARROWED, BoundPart, BoundTensor
+from qwen35_jax.checkpoint.tensor_table import NEVER_NARROWED, BoundPart, BoundTensor, bound_shapes
 from qwen35_jax.errors import CheckpointError
 
 _PARAMETER_DTYPES = tuple(DTYPES[name] for name in ("F16", "BF16", "F32", "F64"))
@@ -54,7 +55,13 @@ def read_parameters(
         to_device: False leaves NumPy arrays. On a device, float64 becomes float32 unless JAX's 64-bit types
             are on.
         advance: told of the bytes of every tensor or piece of one.
+
+    Raises:
+        CheckpointError: shardings that are not those of these parameters, before anything is read; a data type that
+            no parameter may have; a file that changed since its header was checked.
     """
+    bound = list(bound)
+    check_shardings(shardings, bound_shapes(bound), to_device=to_device)
     families = [(tensors, _dtype_in_file(tensors, stored)) for tensors in _families(bound)]
     parameters: dict[str, Any] = {}
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:

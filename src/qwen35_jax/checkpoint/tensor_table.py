@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import einops
 import numpy as np
@@ -300,11 +300,16 @@ def bound_tensors(
             yield _bind(rule, f"mtp.layers.0.{rule.tensor}", ("mtp", "layer"), sizes)
 
 
-def parameter_shapes(config: ModelConfig, *, mtp: bool) -> dict[ParameterPath, tuple[int, ...]]:
-    """Shape of every parameter of the model, by its path, the leading axis of repeats included."""
+def bound_shapes(bound: Iterable[BoundTensor]) -> dict[ParameterPath, tuple[int, ...]]:
+    """Shape of every parameter that the tensors hold, by its path, the leading axis of repeats included."""
     shapes: dict[ParameterPath, tuple[int, ...]] = {}
-    for tensor in bound_tensors(config, SPELLINGS[0], mtp=mtp, lm_head=False):
+    for tensor in bound:
         stack = () if tensor.repeats is None else (tensor.repeats,)
         for part in tensor.parts:
             shapes[part.path] = stack + part.shape
     return shapes
+
+
+def parameter_shapes(config: ModelConfig, *, mtp: bool) -> dict[ParameterPath, tuple[int, ...]]:
+    """Shape of every parameter of the model, by its path, the leading axis of repeats included."""
+    return bound_shapes(bound_tensors(config, SPELLINGS[0], mtp=mtp, lm_head=False))
