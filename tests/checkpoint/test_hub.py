@@ -136,8 +136,8 @@ def test_model_is_downloaded_once_and_then_found_offline(hub: Hub, tmp_path: Pat
     expected, found = read_tensors(hub.folder), read_tensors(folder)
     assert found.keys() == expected.keys()
     assert all(same_bytes(found[name], expected[name]) for name in expected)
-    # Weights, settings, tokenizer and template: no code, no pickles, no other layouts.
-    wanted = {path.name for path in hub.folder.glob("*.*")} - {"modeling.py", "pytorch_model.bin"}
+    # Weights and the small files beside them: no code, no pickles, no other layouts.
+    wanted = {path.name for path in hub.folder.iterdir()} - {"modeling.py", "pytorch_model.bin", "original"}
     assert hub.downloads() == wanted
     assert {path.name for path in folder.iterdir()} == wanted
 

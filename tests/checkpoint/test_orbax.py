@@ -15,7 +15,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from qwen35_jax.checkpoint import orbax, staging
+from qwen35_jax.checkpoint import orbax
 from qwen35_jax.checkpoint.export import export_hf
 from qwen35_jax.checkpoint.hf import load_hf
 from qwen35_jax.checkpoint.orbax import convert_to_orbax, holds_mtp, load_orbax, save_orbax
@@ -190,18 +190,6 @@ def test_error_in_the_middle_leaves_nothing_behind(
     with pytest.raises(CheckpointError, match="the disk is full; nothing was written"):
         convert_to_orbax(source, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_only_files_of_the_model_are_copied_beside(tmp_path: Path) -> None:
-    source, target = tmp_path / "a", tmp_path / "b"
-    source.mkdir()
-    target.mkdir()
-    copied = ["tokenizer.json", "chat_template.jinja", "merges.txt", "README.md", "LICENSE"]
-    for name in [*copied, "model.safetensors", "model.safetensors.index.json", "run.py", "weights.bin"]:
-        (source / name).write_text(name)
-    (source / "source_layout.json").touch()
-    staging.copy_companions(source, target)
-    assert sorted(path.name for path in target.iterdir()) == sorted(copied)
 
 
 def test_unrolled_parameters_are_saved_stacked_and_come_back_in_either_way(

@@ -23,6 +23,13 @@ KEY_HEADS, KEY_DIM, VALUE_HEADS, VALUE_DIM, KERNEL = 2, 5, 6, 7, 4
 CHANNELS = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
 MOTIF = ["linear_attention"] * 3 + ["full_attention"]
 
+COMPANIONS = """
+    tokenizer.json tokenizer_config.json vocab.json merges.txt added_tokens.json special_tokens_map.json
+    chat_template.jinja generation_config.json preprocessor_config.json video_preprocessor_config.json
+    README.md LICENSE
+""".split()
+"""The small files of a published checkpoint."""
+
 SPELLINGS = {
     "model.language_model.": "",
     "language_model.model.": "language_model.",
@@ -172,8 +179,8 @@ def write_files(
     """Write a checkpoint; with several shards, tensors are dealt out in turn and an index is written."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=3))
-    (folder / "tokenizer.json").write_text('{"version": "1.0"}')
-    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    for name in COMPANIONS:
+        (folder / name).write_text(f'{{"file": "{name}"}}')
     if shards == 1:
         safetensors.numpy.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         return folder

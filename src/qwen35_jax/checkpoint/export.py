@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from qwen35_jax.checkpoint.companions import copy_companions
 from qwen35_jax.checkpoint.hf import KeptTensors, SourceLayout, default_spelling, spelling_of
 from qwen35_jax.checkpoint.index import INDEX_FILE, SINGLE_FILE
 from qwen35_jax.checkpoint.parameter_tree import dotted, leaf, parameter_leaves
@@ -22,7 +23,7 @@ from qwen35_jax.checkpoint.safetensors_file import (
     parse_header,
     write_safetensors,
 )
-from qwen35_jax.checkpoint.staging import copy_companions, staged_folder
+from qwen35_jax.checkpoint.staging import staged_folder
 from qwen35_jax.checkpoint.tensor_table import BoundTensor, bound_tensors, parameter_shapes
 from qwen35_jax.config import ModelConfig
 from qwen35_jax.errors import CheckpointError
@@ -52,9 +53,9 @@ def export_hf(
 ) -> None:
     """Write parameters as a folder that Hugging Face (and `load_hf`) reads.
 
-    With `kept` from the import and the same tensors to write, the files are those of the source again: names,
-    shapes, data types, shards and headers, byte for byte where values have not changed. Parameters are cast
-    back to the data type that the source stored.
+    With `kept` from the import and the same tensors to write, the weight files, their index and `config.json` are
+    those of the source again: names, shapes, data types, shards and headers, byte for byte where values have not
+    changed. Parameters are cast back to the data type that the source stored.
 
     Args:
         parameters: nested parameter dictionary, NumPy or JAX arrays.
@@ -62,7 +63,8 @@ def export_hf(
         destination: folder to be made; it appears complete or not at all.
         kept: what the import did not use, and the source's layout. Without it, names are those of the Hugging
             Face class for `config`, and data types those of the parameters.
-        companions: folder whose tokenizer files, chat template and the like are copied too.
+        companions: folder whose small files are copied too, those that `COMPANIONS` names. Any other file of it
+            (code, pictures, weights in other formats, subfolders) stays behind.
         max_shard_bytes: cut the weights anew into files of at most this many bytes (a larger tensor gets its
             own file).
         progress: shows how far the writing is.
@@ -89,6 +91,8 @@ def export_hf(
         progress(f"Writing {destination.name}", nbytes) as advance,
     ):
         (folder / "config.json").write_text(config_text(config, layout), encoding="utf-8")
+        if companions is not None:
+            copy_companions(Path(companions), folder)
         for shard in shards:
             path = folder / shard.file
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -96,8 +100,6 @@ def export_hf(
             write_safetensors(path, shard.tensors, header, advance=advance)
         if index is not None:
             (folder / INDEX_FILE).write_text(index, encoding="utf-8")
-        if companions is not None:
-            copy_companions(Path(companions), folder)
 
 
 def check_parameters(parameters: Mapping[str, Any], config: ModelConfig) -> None:

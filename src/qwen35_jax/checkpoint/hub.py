@@ -6,11 +6,11 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from qwen35_jax.checkpoint.companions import COMPANIONS
 from qwen35_jax.errors import CheckpointError
 
-WANTED = ("*.json", "*.safetensors", "*.jinja", "merges.txt")
-"""What is downloaded: configuration, weights, tokenizer and chat template. Never code, never pickled
-weights."""
+WANTED = (*COMPANIONS, "*.safetensors")
+"""What is downloaded: the weights and the small files beside them. Never code, never pickled weights."""
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 

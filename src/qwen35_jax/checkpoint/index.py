@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
+from qwen35_jax.checkpoint.links import check_stays_inside
 from qwen35_jax.checkpoint.safetensors_file import (
     SafetensorsFile,
     StoredTensor,
@@ -77,11 +78,7 @@ def open_weight_files(folder: Path) -> WeightFiles:
 
 
 def _inside(folder: Path, name: object) -> Path:
-    """The path of a shard, after making sure without opening anything that it lies in the folder.
-
-    The cache of the Hugging Face hub stores a snapshot's files as links into a `blobs` folder beside it; such
-    links are followed, and no others that leave the folder.
-    """
+    """The path of a shard, after making sure without opening anything that it lies in the folder."""
     if not isinstance(name, str):
         raise CheckpointError(f"{folder / INDEX_FILE}: a shard is named {name!r}, expected a file name")
     relative = PurePosixPath(name)
@@ -91,16 +88,7 @@ def _inside(folder: Path, name: object) -> Path:
         )
     if relative.suffix != ".safetensors":
         raise CheckpointError(f"{folder / INDEX_FILE}: shard '{name}' is not a .safetensors file; refused")
-    real_folder = folder.resolve()
-    try:
-        target = (folder / relative).resolve()
-    except (OSError, RuntimeError) as error:  # a loop of links
-        raise CheckpointError(f"{folder / name}: cannot be followed: {error}") from error
-    allowed = [real_folder]
-    if real_folder.parent.name == "snapshots":
-        allowed.append(real_folder.parent.parent / "blobs")
-    if not any(target.is_relative_to(root) for root in allowed):
-        raise CheckpointError(f"{folder / name}: is a link to {target}, outside the model's folder; refused")
+    check_stays_inside(folder, folder / relative)
     return folder / relative
 
 

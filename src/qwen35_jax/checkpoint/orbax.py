@@ -20,6 +20,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.typing import DTypeLike
 
+from qwen35_jax.checkpoint.companions import LAYOUT_FILE, copy_companions
 from qwen35_jax.checkpoint.export import check_parameters, config_text, without_mtp
 from qwen35_jax.checkpoint.hf import KeptTensors, SourceLayout, check_bound, default_spelling, open_hf
 from qwen35_jax.checkpoint.orbax_handlers import HostArrays, PlacedArrays
@@ -40,7 +41,7 @@ from qwen35_jax.checkpoint.safetensors_file import (
     open_safetensors,
     write_safetensors,
 )
-from qwen35_jax.checkpoint.staging import LAYOUT_FILE, copy_companions, staged_folder
+from qwen35_jax.checkpoint.staging import staged_folder
 from qwen35_jax.checkpoint.streaming import dtype_in_memory, lazy_parameters, read_parameters
 from qwen35_jax.checkpoint.tensor_table import bound_tensors, parameter_shapes
 from qwen35_jax.config import ModelConfig, require_dense_text
@@ -86,7 +87,7 @@ def save_orbax(
         config: of the model.
         destination: folder to be made; it appears complete or not at all.
         kept: from the import, to make a later export of the whole checkpoint possible.
-        companions: folder whose tokenizer files, chat template and the like are copied too.
+        companions: folder whose small files are copied too, those that `COMPANIONS` names.
         progress: shows how far the writing is.
 
     Raises:
@@ -110,13 +111,13 @@ def save_orbax(
     ):
         layout = None if kept is None else kept.layout
         (folder / "config.json").write_text(config_text(config, layout), encoding="utf-8")
+        if companions is not None:
+            copy_companions(Path(companions), folder)
         if layout is not None:
             described = {**dataclasses.asdict(layout), "kept": [tensor.name for tensor in beside]}
             (folder / LAYOUT_FILE).write_text(json.dumps(described), encoding="utf-8")
         if beside:
             write_safetensors(folder / KEPT_FILE, beside, make_header(beside, {}), advance=advance)
-        if companions is not None:
-            copy_companions(Path(companions), folder)
         _save_tree(folder / PARAMETERS, parameters, advance)
 
 

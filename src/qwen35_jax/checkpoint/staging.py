@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fnmatch
 import os
 import shutil
 from collections.abc import Iterator
@@ -13,12 +12,6 @@ from pathlib import Path
 from qwen35_jax.errors import CheckpointError
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.md", "LICENSE*", "NOTICE*")
-"""Files that belong to a model beside its weights: tokenizer, chat template, settings, model card."""
-
-LAYOUT_FILE = "source_layout.json"
-"""File of an Orbax folder that says how the Hugging Face checkpoint looked that it came from."""
 
 
 @contextlib.contextmanager
@@ -69,12 +62,3 @@ def _is_out_of_space(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno in _NO_SPACE
     return isinstance(error, ValueError) and os.strerror(errno.ENOSPC) in str(error)
-
-
-def copy_companions(source: Path, destination: Path) -> None:
-    """Copy the files that belong to a model beside its weights, except what is already at the destination."""
-    for path in sorted(source.iterdir()):
-        wanted = any(fnmatch.fnmatch(path.name, pattern) for pattern in COMPANIONS)
-        describes_weights = path.name.endswith((".safetensors.index.json", LAYOUT_FILE))
-        if wanted and path.is_file() and not describes_weights and not (destination / path.name).exists():
-            shutil.copyfile(path, destination / path.name)
