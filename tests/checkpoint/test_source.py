@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 from qwen35_jax.checkpoint import load
 from qwen35_jax.checkpoint import source as source_module
@@ -14,7 +16,16 @@ from qwen35_jax.checkpoint.orbax import convert_to_orbax
 from qwen35_jax.checkpoint.source import convert, export, find_model
 from qwen35_jax.errors import CheckpointError
 from qwen35_jax.model import forward
-from tests.checkpoint.tiny_checkpoint import MOTIF, VOCAB, assert_same_parameters, write_checkpoint
+from tests.checkpoint.tiny_checkpoint import (
+    MOTIF,
+    VOCAB,
+    assert_same_parameters,
+    config_json,
+    random_tensors,
+    tensor_shapes,
+    write_checkpoint,
+    write_files,
+)
 
 
 def test_folder_and_its_conversion_load_as_the_same_model_that_runs(tmp_path: Path) -> None:
@@ -30,6 +41,25 @@ def test_folder_and_its_conversion_load_as_the_same_model_that_runs(tmp_path: Pa
     logits = jax.jit(forward, static_argnums=0)(models[0].graphdef, models[0].parameters, jnp.arange(6)[None])
     assert logits.shape == (1, 6, VOCAB)
     assert jnp.isfinite(logits).all()
+
+
+@pytest.mark.parametrize(
+    ("stored", "computed"), [("bfloat16", "bfloat16"), ("float16", "bfloat16"), ("float32", "float32")]
+)
+def test_auto_computes_in_the_checkpoints_own_dtype(tmp_path: Path, stored: str, computed: str) -> None:
+    config = config_json(vision=False, layer_types=MOTIF[2:], mtp_num_hidden_layers=0)
+    shapes = tensor_shapes(config, prefix="model.", mtp=False, vision=False)
+    tensors = {name: value.astype(jnp.dtype(stored)) for name, value in random_tensors(shapes).items()}
+    write_files(tmp_path, config, tensors)
+
+    def dtypes(**options: Any) -> tuple[str, str]:
+        model = load(tmp_path, **options)
+        kept = model.parameters["embed_tokens"]["weight"].dtype
+        return str(nnx.merge(model.graphdef, model.parameters).dtype), str(kept)
+
+    assert dtypes(dtype="auto") == dtypes(dtype="auto", parameter_dtype="auto") == (computed, stored)
+    assert dtypes(dtype="float32", parameter_dtype="auto") == ("float32", stored)
+    assert dtypes(dtype="auto", parameter_dtype="float32") == ("float32", "float32")
 
 
 @pytest.mark.parametrize("source", ["no_such_model", "/no/such/folder", "a/b/c", "", "./here"])

@@ -150,6 +150,36 @@ def test_the_checkpoints_own_sampling_holds_unless_overruled(
     assert run_json(capsys, copy, "--prompt", "Hello", "--temperature", "0")["tokens"] == greedy
 
 
+def test_a_chat_ends_with_the_turn_whatever_the_checkpoint_names(
+    capsys: pytest.CaptureFixture[str], copy: Path
+) -> None:
+    full = run_json(capsys, copy, "--prompt", "Hi", "--chat")
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": 96}))
+    end = ascii_tokenizer().decode([full["tokens"][2]])
+    (copy / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
+    stopped = run_json(capsys, copy, "--prompt", "Hi", "--chat")
+    assert stopped["finish_reason"] == "stop"
+    assert stopped["tokens"] == full["tokens"][: full["tokens"].index(full["tokens"][2]) + 1]
+    plain = run_json(capsys, copy, "--prompt", "<u>Hi")
+    assert plain["prompt_tokens"] == full["prompt_tokens"]
+    assert plain["tokens"] == full["tokens"]
+
+
+def test_a_malformed_generation_config_is_one_line(capsys: pytest.CaptureFixture[str], copy: Path) -> None:
+    path = copy / "generation_config.json"
+    path.write_text(json.dumps({"do_sample": True, "temperature": "hot"}))
+    line = refusal(capsys, "--model", str(copy), "--prompt", "Hi")
+    assert f"{path}: temperature is 'hot', expected a number of 0 (greedy) or more" in line
+
+
+def test_a_chat_template_that_is_not_utf_8_is_one_line(
+    capsys: pytest.CaptureFixture[str], copy: Path
+) -> None:
+    (copy / "chat_template.jinja").write_bytes(b"\xff")
+    line = refusal(capsys, "--model", str(copy), "--prompt", "Hi", "--chat")
+    assert "chat_template.jinja is not UTF-8" in line
+
+
 def test_wrong_model_path_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "no such folder" in refusal(capsys, "--model", str(tmp_path / "nowhere"), "--prompt", "Hi")
 

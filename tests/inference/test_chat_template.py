@@ -133,6 +133,12 @@ def test_named_templates_give_the_default_one(tmp_path: Path) -> None:
     assert ChatTemplate.from_folder(tmp_path).render([]) == "plain"
 
 
+def test_a_template_file_that_is_not_utf_8_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_bytes("h\u00e9llo".encode("latin-1"))
+    with pytest.raises(PromptError, match=r"chat_template.jinja is not UTF-8 text \(byte 1 is 0xe9\)"):
+        ChatTemplate.from_folder(tmp_path)
+
+
 def test_a_folder_without_template_says_so(tmp_path: Path) -> None:
     with pytest.raises(PromptError, match=r"neither chat_template.jinja nor a chat_template"):
         ChatTemplate.from_folder(tmp_path)

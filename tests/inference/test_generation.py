@@ -318,6 +318,8 @@ def test_timing_counts_tokens_and_leaves_compilation_out(tiny: TinyModel) -> Non
         ([[1] * CONTEXT], None, "leaves no room to answer in the model's context of 700"),
         ([[1] * 690], GREEDY, "690 tokens and 12 more are asked for.*at most 10"),
         ([[1]], [GREEDY, GREEDY], "settings holds 2 entries, expected one per prompt"),
+        ([[1]], {"top_k": 3}, "settings is {'top_k': 3}, expected GenerationSettings"),
+        ([[1]], [{"top_k": 3}], r"settings is \[{'top_k': 3}\], expected GenerationSettings"),
         (["text"], None, "comes without a folder"),
         ([[1]], GenerationSettings(stop=("x",)), "comes without a folder"),
     ],
@@ -328,6 +330,12 @@ def test_bad_input_is_refused_before_anything_is_compiled(
     monkeypatch.setattr(generation, "_Run", None)
     with pytest.raises(PromptError, match=complaint):
         generate(tiny, prompts, settings)
+
+
+def test_a_stop_id_that_is_none_is_refused(tiny: TinyModel) -> None:
+    for bad in ([3, "a"], [-1], [2**31], {1.5}):
+        with pytest.raises(PromptError, match=r"stop_ids is .*, expected a token id or a list"):
+            generate(tiny, [[1]], stop_ids=bad)  # type: ignore[arg-type]
 
 
 def test_without_a_length_the_answer_ends_with_the_context(tiny: TinyModel) -> None:

@@ -47,6 +47,16 @@ def test_names_of_special_tokens_in_a_text_are_those_tokens_unless_asked_otherwi
     assert ascii_tokenizer.encode("a<|im_end|>") == [65, 95]  # the choice was for that call
 
 
+def test_reading_names_as_characters_changes_nothing_that_other_threads_see(
+    ascii_tokenizer: Tokenizer,
+) -> None:
+    before = ascii_tokenizer.backend.to_str()
+    literal = ascii_tokenizer.encode("a<|im_end|>", special_tokens=False)
+    assert not ascii_tokenizer.backend.encode_special_tokens
+    assert ascii_tokenizer.backend.to_str() == before
+    assert ascii_tokenizer.encode("a<|im_end|>", special_tokens=False) == literal
+
+
 def test_truncation_and_padding_of_the_file_are_off(tmp_path: Path, ascii_tokenizer: Tokenizer) -> None:
     save(ascii_tokenizer, tmp_path)
     content = json.loads((tmp_path / "tokenizer.json").read_text())

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import importlib.resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -77,8 +78,8 @@ def find_model(source: str | Path) -> Path:
 def load(
     source: str | Path,
     *,
-    dtype: DTypeLike,
-    parameter_dtype: DTypeLike | None = None,
+    dtype: DTypeLike | Literal["auto"],
+    parameter_dtype: DTypeLike | Literal["auto"] | None = None,
     mtp: bool = False,
     unroll_layers: bool | None = None,
     shardings: Any = None,
@@ -88,8 +89,9 @@ def load(
 
     Args:
         source: see `find_model`.
-        dtype: compute dtype.
-        parameter_dtype: dtype to store parameters in; None keeps the checkpoint's.
+        dtype: compute dtype. "auto" takes that of the parameters as loaded, on every backend: bfloat16 for a
+            checkpoint in bfloat16 (and for one in float16, whose range is too small), float32 for all others.
+        parameter_dtype: dtype to store parameters in; None or "auto" keeps the checkpoint's.
         mtp: with the multi-token-prediction head.
         unroll_layers: see `TextConfig.unroll_layers`; None unrolls where JAX runs on a CPU.
         shardings: nested dictionary like the parameters, of `jax.sharding.Sharding`; None uses one device.
@@ -99,6 +101,8 @@ def load(
         ConfigError, CheckpointError: the model cannot be found, or its files are not what they should be.
     """
     folder = find_model(source)
+    if _is_auto(parameter_dtype):
+        parameter_dtype = None
     if unroll_layers is None:
         unroll_layers = jax.default_backend() == "cpu" and shardings is None
     config, parameters, _ = _load_folder(
@@ -109,8 +113,19 @@ def load(
         shardings=shardings,
         progress=progress,
     )
+    if _is_auto(dtype):
+        dtype = _compute_dtype(parameters["embed_tokens"]["weight"].dtype)
     graphdef, _ = abstract_model(config, parameter_dtype=parameter_dtype or jnp.float32, dtype=dtype, mtp=mtp)
     return LoadedModel(config, graphdef, parameters, folder)
+
+
+def _is_auto(dtype: Any) -> bool:
+    return isinstance(dtype, str) and dtype == "auto"
+
+
+def _compute_dtype(stored: np.dtype) -> np.dtype:
+    """What a model computes in whose parameters are stored so: the two dtypes that it is tested in at speed."""
+    return jnp.dtype(jnp.bfloat16 if jnp.finfo(stored).bits < 32 else jnp.float32)
 
 
 def convert(source: str | Path, destination: str | Path, *, progress: Progress = quiet) -> ModelConfig:

@@ -8,13 +8,14 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from qwen35_jax.cli.options import add_json_option, add_model_options
 from qwen35_jax.errors import PromptError
 
 if TYPE_CHECKING:
-    from qwen35_jax.checkpoint import LoadedModel
+    from qwen35_jax.checkpoint.progress import Advance
+    from qwen35_jax.config import ModelConfig
     from qwen35_jax.inference.results import GenerationResult, TokenEvent
     from qwen35_jax.inference.settings import GenerationSettings
     from qwen35_jax.inference.tokenizer import Tokenizer
@@ -89,11 +90,11 @@ def run(args: argparse.Namespace) -> int:
         raise PromptError("--chat needs a text: give --prompt instead of --prompt-ids")
 
     # From here on JAX is loaded. What is cheap to check is checked before the weights are read.
+    from qwen35_jax.checkpoint import load
     from qwen35_jax.checkpoint.source import find_model
     from qwen35_jax.config import ModelConfig
     from qwen35_jax.inference.compilation_cache import enable_compilation_cache
     from qwen35_jax.inference.generation import check_prompts, generate
-    from qwen35_jax.inference.stop_tokens import stop_token_ids
 
     enable_compilation_cache()
     folder = find_model(args.model)
@@ -102,18 +103,10 @@ def run(args: argparse.Namespace) -> int:
     prompt = _prompt_tokens(args, folder, tokenizer)
     settings = _settings(args, folder)
     check_prompts([prompt], settings, config.text)
-    stop_ids = set(stop_token_ids(folder, config_ids=config.text.eos_token_id, tokenizer=tokenizer))
-    if args.chat and tokenizer is not None and tokenizer.eos_token_id is not None:
-        stop_ids.add(tokenizer.eos_token_id)  # ends a turn; some checkpoints name the end of texts only
-
-    result = generate(
-        _load(folder, args.dtype),
-        [prompt],
-        settings,
-        tokenizer=tokenizer,
-        stop_ids=stop_ids,
-        on_token=_printer(args),
-    )
+    stop_ids = _stop_ids(args, folder, config, tokenizer)
+    model = load(folder, dtype=args.dtype, parameter_dtype=args.dtype, progress=_progress)
+    on_token = _printer(args)
+    result = generate(model, [prompt], settings, tokenizer=tokenizer, stop_ids=stop_ids, on_token=on_token)
     _report(args, result)
     return 0
 
@@ -162,41 +155,42 @@ def _standard_input() -> str:
 
 def _settings(args: argparse.Namespace, folder: Path) -> GenerationSettings:
     """What the checkpoint recommends, with what the command line says on top."""
-    from qwen35_jax.inference.settings import GenerationSettings, recommended_settings
-    from qwen35_jax.inference.stop_tokens import GENERATION_CONFIG
-    from qwen35_jax.inference.tokenizer import read_json_object
+    from qwen35_jax.inference.settings import recommended_settings
 
-    given: dict[str, Any] = {
-        "max_new_tokens": args.max_new_tokens,
-        "min_new_tokens": args.min_new_tokens,
-        "temperature": args.temperature,
-        "top_k": args.top_k,
-        "top_p": args.top_p,
-        "min_p": args.min_p,
-        "repetition_penalty": args.repetition_penalty,
-        "presence_penalty": args.presence_penalty,
-        "seed": args.seed,
-    }
-    fields = recommended_settings(read_json_object(folder / GENERATION_CONFIG))
-    fields |= {name: value for name, value in given.items() if value is not None}
-    return GenerationSettings(**fields, stop=tuple(args.stop), ignore_eos=args.ignore_eos)
+    return recommended_settings(
+        folder,
+        max_new_tokens=args.max_new_tokens,
+        min_new_tokens=args.min_new_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        presence_penalty=args.presence_penalty,
+        seed=args.seed,
+        stop=args.stop,
+        ignore_eos=args.ignore_eos,
+    )
 
 
-def _load(folder: Path, dtype: str) -> LoadedModel:
-    import jax
+def _stop_ids(
+    args: argparse.Namespace, folder: Path, config: ModelConfig, tokenizer: Tokenizer | None
+) -> tuple[int, ...]:
+    from qwen35_jax.inference.stop_tokens import chat_stop_token_ids, stop_token_ids
 
-    from qwen35_jax.checkpoint import load
-    from qwen35_jax.checkpoint.progress import Advance, progress_bar, quiet
+    config_ids = config.text.eos_token_id
+    if args.chat:
+        assert tokenizer is not None
+        return chat_stop_token_ids(folder, config_ids=config_ids, tokenizer=tokenizer)
+    return stop_token_ids(folder, config_ids=config_ids, tokenizer=tokenizer)
 
-    if dtype == "auto":
-        # On CPUs XLA streams a row of float32 weights many times as fast as one of bfloat16 weights.
-        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
-    def progress(title: str, nbytes: int) -> AbstractContextManager[Advance]:
-        takes_long = nbytes > 200e6 and sys.stderr.isatty()
-        return (progress_bar if takes_long else quiet)(title, nbytes)
+def _progress(title: str, nbytes: int) -> AbstractContextManager[Advance]:
+    """A bar on a terminal, for models that take long to read."""
+    from qwen35_jax.checkpoint.progress import progress_bar, quiet
 
-    return load(folder, dtype=dtype, parameter_dtype=dtype, progress=progress)
+    takes_long = nbytes > 200e6 and sys.stderr.isatty()
+    return (progress_bar if takes_long else quiet)(title, nbytes)
 
 
 def _printer(args: argparse.Namespace) -> Callable[[TokenEvent], None] | None:

@@ -27,7 +27,7 @@ def add_dtype_option(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=DTYPES,
         default="auto",
-        help="precision of the computation; auto takes what suits the device (default)",
+        help="precision of the computation; auto takes the checkpoint's own, bfloat16 or float32 (default)",
     )
 
 

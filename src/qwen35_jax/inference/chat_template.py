@@ -48,11 +48,11 @@ class ChatTemplate:
         """Reads `chat_template.jinja`, or else `chat_template` of `tokenizer_config.json`.
 
         Raises:
-            PromptError: neither is there, or the template is not valid.
+            PromptError: neither is there, the file is not UTF-8 text, or the template is not valid.
         """
         config = read_json_object(Path(folder) / CONFIG_FILE_NAME)
         path = Path(folder) / FILE_NAME
-        source = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
+        source = _read_text(path) if path.is_file() else config.get("chat_template")
         if isinstance(source, list):  # several named templates: [{"name": "default", "template": "..."}]
             named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
             source = named.get("default")
@@ -109,6 +109,15 @@ def encode_chat(
 ) -> list[int]:
     """Token ids of a rendered conversation; `options` are those of `ChatTemplate.render`."""
     return tokenizer.encode(template.render(messages, **options), add_special_tokens=False)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise PromptError(
+            f"{path} is not UTF-8 text (byte {error.start} is {error.object[error.start]:#04x}): save it as UTF-8"
+        ) from error
 
 
 def _checked(message: Mapping[str, Any], index: int) -> dict[str, Any]:

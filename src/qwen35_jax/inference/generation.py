@@ -23,7 +23,7 @@ from qwen35_jax.inference.programs import Emission, Limits, Rows, first_token, n
 from qwen35_jax.inference.results import FinishReason, Generation, GenerationResult, Timing, TokenEvent
 from qwen35_jax.inference.sampling import stack_settings
 from qwen35_jax.inference.settings import DEFAULT_NEW_TOKENS, GenerationSettings
-from qwen35_jax.inference.stop_tokens import stop_token_ids
+from qwen35_jax.inference.stop_tokens import parse_token_ids, stop_token_ids
 from qwen35_jax.inference.streaming import AnswerText
 from qwen35_jax.inference.tokenizer import Tokenizer, check_token_ids
 from qwen35_jax.model import Parameters
@@ -33,8 +33,8 @@ STOP_ID_SLOTS = 8
 """Stop ids are padded to a multiple of this, so that their number compiles nothing."""
 
 
-class LoadedModel(Protocol):
-    """A model ready to run, as `qwen35_jax.checkpoint.load` returns it."""
+class RunnableModel(Protocol):
+    """What `generate` needs of a model; `qwen35_jax.checkpoint.load` returns one with all of it."""
 
     @property
     def config(self) -> ModelConfig: ...
@@ -47,7 +47,7 @@ class LoadedModel(Protocol):
 
 
 def generate(
-    model: LoadedModel,
+    model: RunnableModel,
     prompts: Sequence[Prompt],
     settings: GenerationSettings | Sequence[GenerationSettings] | None = None,
     *,
@@ -89,7 +89,9 @@ def generate(
         stop_ids = stop_token_ids(
             model.folder, config_ids=model.config.text.eos_token_id, tokenizer=tokenizer
         )
-    run = _Run(model, tokens, per_row, tokenizer, tuple(stop_ids), on_token or (lambda event: None))
+    else:
+        stop_ids = parse_token_ids([*stop_ids], "stop_ids")
+    run = _Run(model, tokens, per_row, tokenizer, stop_ids, on_token or (lambda event: None))
     return run.result()
 
 
@@ -133,6 +135,10 @@ def _as_rows(
         raise PromptError(f"prompts is {prompts!r}, expected a list of at least one prompt")
     if settings is None or isinstance(settings, GenerationSettings):
         settings = [settings or GenerationSettings()] * len(prompts)
+    if not isinstance(settings, Sequence) or not all(isinstance(s, GenerationSettings) for s in settings):
+        raise PromptError(
+            f"settings is {settings!r}, expected GenerationSettings, for all prompts or one for each"
+        )
     if len(settings) != len(prompts):
         raise PromptError(f"settings holds {len(settings)} entries, expected one per prompt ({len(prompts)})")
     return list(zip(prompts, settings, strict=True))
@@ -159,7 +165,7 @@ class _Run:
 
     def __init__(
         self,
-        model: LoadedModel,
+        model: RunnableModel,
         prompts: list[list[int]],
         settings: list[GenerationSettings],
         tokenizer: Tokenizer | None,

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+import numbers
+import os
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from qwen35_jax.errors import PromptError
+import numpy as np
+
+from qwen35_jax.errors import CheckpointError, PromptError
+from qwen35_jax.inference.stop_tokens import GENERATION_CONFIG
+from qwen35_jax.inference.tokenizer import read_json_object
 
 DEFAULT_NEW_TOKENS = 128
 
@@ -15,6 +22,8 @@ DEFAULT_NEW_TOKENS = 128
 @dataclasses.dataclass(frozen=True)
 class GenerationSettings:
     """How one prompt is continued. The defaults are greedy decoding.
+
+    Numbers may be NumPy's; they are kept as Python's.
 
     Attributes:
         max_new_tokens: tokens to generate at most. None means 128, or what the context leaves if that is less.
@@ -30,6 +39,9 @@ class GenerationSettings:
             seed alone, so two rows with the same prompt and seed agree.
         stop: strings that end the answer; they and what follows are left out of the text.
         ignore_eos: go on after stop ids, up to `max_new_tokens`.
+
+    Raises:
+        PromptError: a field is of a wrong type or out of range.
     """
 
     max_new_tokens: int | None = None
@@ -45,49 +57,91 @@ class GenerationSettings:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens is not None:
-            _require_integer("max_new_tokens", self.max_new_tokens, 1)
-        _require_integer("min_new_tokens", self.min_new_tokens, 0)
-        _require_integer("top_k", self.top_k, 0)
-        if self.seed is not None:
-            _require_integer("seed", self.seed, 0, 2**32 - 1)
-        _require("temperature", self.temperature, self.temperature >= 0, "0 (greedy) or more")
-        _require("top_p", self.top_p, 0 < self.top_p <= 1, "more than 0 and at most 1")
-        _require("min_p", self.min_p, 0 <= self.min_p <= 1, "between 0 and 1")
-        _require("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0, "more than 0")
-        _require("presence_penalty", self.presence_penalty, True, "a finite number")
+        for name, (least, most, may_be_none) in _INTEGERS.items():
+            value = getattr(self, name)
+            if not (value is None and may_be_none):
+                object.__setattr__(self, name, _integer(name, value, least, most))
+        for name, (expected, holds) in _NUMBERS.items():
+            object.__setattr__(self, name, _number(name, getattr(self, name), expected, holds))
+        if not isinstance(self.stop, list | tuple) or not all(isinstance(s, str) and s for s in self.stop):
+            raise PromptError(f"stop is {self.stop!r}, expected a tuple of strings that are not empty")
+        object.__setattr__(self, "stop", tuple(self.stop))
+        if not isinstance(self.ignore_eos, bool):
+            raise PromptError(f"ignore_eos is {self.ignore_eos!r}, expected true or false")
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             raise PromptError(
                 f"min_new_tokens is {self.min_new_tokens}, more than max_new_tokens = {self.max_new_tokens}"
             )
-        if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
-            raise PromptError(f"stop is {self.stop!r}, expected a tuple of strings that are not empty")
 
 
-def recommended_settings(generation_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Sampling fields that a checkpoint's `generation_config.json` asks for.
+_INTEGERS: dict[str, tuple[int, int, bool]] = {
+    "max_new_tokens": (1, 2**31 - 1, True),
+    "min_new_tokens": (0, 2**31 - 1, False),
+    "top_k": (0, 2**31 - 1, False),
+    "seed": (0, 2**32 - 1, True),
+}
+"""Least and largest value (as a device's 32 bits hold them), and whether None is allowed."""
 
-    As in `transformers`, they count only where the file says `do_sample`; otherwise decoding is greedy.
+_NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "temperature": ("a number of 0 (greedy) or more", lambda value: value >= 0),
+    "top_p": ("a number above 0 and at most 1", lambda value: 0 < value <= 1),
+    "min_p": ("a number from 0 to 1", lambda value: 0 <= value <= 1),
+    "repetition_penalty": ("a number above 0", lambda value: value > 0),
+    "presence_penalty": ("a finite number", lambda value: True),
+}
+"""What is expected, and whether a finite number is that."""
 
-    Returns:
-        Keyword arguments of `GenerationSettings`.
+
+def recommended_settings(folder: str | os.PathLike[str] | None, **given: Any) -> GenerationSettings:
+    """The settings that a checkpoint recommends in `generation_config.json`, with the caller's on top.
+
+    As in `transformers`, the file's sampling counts only where it says `do_sample`; otherwise, and where there is
+    no file, decoding is greedy.
+
+    Args:
+        folder: the checkpoint's, or None where there is none.
+        **given: fields of `GenerationSettings` that overrule the file; None stands for a field not given.
+
+    Raises:
+        CheckpointError: a field of the file is of a wrong type or out of range.
+        PromptError: the same of a given one, or the file is no JSON object.
     """
-    fields = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    if not generation_config.get("do_sample"):
-        fields = ("repetition_penalty",)
-    chosen = {name: generation_config[name] for name in fields if generation_config.get(name) is not None}
-    if generation_config.get("do_sample"):
-        chosen.setdefault("temperature", 1.0)
-    return chosen
+    fields = {} if folder is None else _recommended_fields(Path(folder) / GENERATION_CONFIG)
+    return GenerationSettings(**fields | {name: value for name, value in given.items() if value is not None})
 
 
-def _require_integer(name: str, value: Any, least: int, most: int | None = None) -> None:
-    bounds = f"an integer of at least {least}" + ("" if most is None else f" and at most {most}")
-    inside = isinstance(value, int) and not isinstance(value, bool) and value >= least
-    if not inside or (most is not None and value > most):
-        raise PromptError(f"{name} is {value!r}, expected {bounds}")
+def _recommended_fields(path: Path) -> dict[str, Any]:
+    content = read_json_object(path)
+    samples = content.get("do_sample")
+    if samples is not None and not isinstance(samples, bool):
+        raise CheckpointError(f"{path}: do_sample is {samples!r}, expected true or false; correct the file")
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    fields = {name: content[name] for name in names if content.get(name) is not None}
+    try:
+        GenerationSettings(**fields)
+    except PromptError as error:
+        raise CheckpointError(f"{path}: {error}; correct the file") from error
+    if samples:
+        return {"temperature": 1.0} | fields
+    return {name: fields[name] for name in ("repetition_penalty",) if name in fields}
 
 
-def _require(name: str, value: float, holds: bool, expected: str) -> None:
-    if not (math.isfinite(value) and holds):
+def _integer(name: str, value: Any, least: int, most: int) -> int:
+    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not is_integer or not least <= int(value) <= most:
+        raise PromptError(f"{name} is {value!r}, expected an integer from {least} to {most}")
+    return int(value)
+
+
+def _number(name: str, value: Any, expected: str, holds: Callable[[float], bool]) -> float:
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise PromptError(f"{name} is {value!r}, expected {expected}")
+    try:
+        number = float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        number = math.inf
+    with np.errstate(over="ignore"):
+        on_device = float(np.float32(number))
+    if not (math.isfinite(on_device) and holds(on_device)):
+        raise PromptError(f"{name} is {value!r}, expected {expected}")
+    return number

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,6 +12,8 @@ from qwen35_jax.errors import PromptError
 from qwen35_jax.inference.tokenizer import Tokenizer, read_json_object
 
 GENERATION_CONFIG = "generation_config.json"
+END_OF_TURN = "<|im_end|>"
+"""Ends every turn of the family's chat template."""
 
 
 def stop_token_ids(
@@ -33,7 +36,7 @@ def stop_token_ids(
         All of them, ascending; empty when nothing names one.
 
     Raises:
-        PromptError: `generation_config.json` is malformed.
+        PromptError: `generation_config.json` is malformed; names the file and the field.
     """
     if folder is not None:
         path = Path(folder) / GENERATION_CONFIG
@@ -46,6 +49,19 @@ def stop_token_ids(
     return (tokenizer.eos_token_id,)
 
 
+def chat_stop_token_ids(
+    folder: str | os.PathLike[str] | None, *, config_ids: Iterable[int] = (), tokenizer: Tokenizer
+) -> tuple[int, ...]:
+    """The ids that end an answer in a chat: those of `stop_token_ids`, and the end of a turn.
+
+    Some checkpoints name the end of texts only, after which a chat would go on with a turn of the user's.
+    Arguments and errors as for `stop_token_ids`.
+    """
+    ids = set(stop_token_ids(folder, config_ids=config_ids, tokenizer=tokenizer))
+    ends = (tokenizer.eos_token_id, tokenizer.token_id(END_OF_TURN))
+    return tuple(sorted(ids.union(token for token in ends if token is not None)))
+
+
 def parse_token_ids(value: Any, name: str) -> tuple[int, ...]:
     """A field that may be absent, one id or a list of ids, as an ascending tuple.
 
@@ -55,6 +71,12 @@ def parse_token_ids(value: Any, name: str) -> tuple[int, ...]:
     if value is None:
         return ()
     ids = value if isinstance(value, list | tuple) else [value]
-    if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
+    if not all(_is_token_id(token) for token in ids):
         raise PromptError(f"{name} is {value!r}, expected a token id or a list of token ids")
-    return tuple(sorted(set(ids)))
+    return tuple(sorted({int(token) for token in ids}))
+
+
+def _is_token_id(value: Any) -> bool:
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+        return False
+    return 0 <= int(value) < 2**31  # a device's integers have 32 bits

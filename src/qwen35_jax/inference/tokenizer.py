@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Iterable, Sequence
@@ -21,7 +22,7 @@ class Tokenizer:
 
     Names of special tokens that stand in a text, such as `<|im_end|>`, become those tokens, as they do in
     `transformers`: chat templates rely on it. Text from people who are not trusted should therefore be
-    encoded with `special_tokens=False`, which reads such names as ordinary characters.
+    encoded with `special_tokens=False`, which reads such names as ordinary characters. Threads may share a tokenizer.
 
     Attributes:
         backend: the `tokenizers.Tokenizer` that does the work.
@@ -70,8 +71,19 @@ class Tokenizer:
         """
         if any("\ud800" <= character <= "\udfff" for character in text):
             raise PromptError("the text is not valid UTF-8: look at how it was read")
-        self.backend.encode_special_tokens = not special_tokens
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        backend = self.backend if special_tokens else self._literal_backend
+        return backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    @functools.cached_property
+    def _literal_backend(self) -> tokenizers.Tokenizer:
+        """A copy of `backend` that reads names of special tokens as ordinary characters.
+
+        The library has no argument for it, and a flag that changes between calls would be seen by other threads. The
+        copy takes as long to make as the file takes to read, once.
+        """
+        copy = tokenizers.Tokenizer.from_str(self.backend.to_str())
+        copy.encode_special_tokens = True
+        return copy
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; bytes that are no valid UTF-8 become U+FFFD."""
