@@ -17,13 +17,13 @@ from qwen35_jax.checkpoint.hf import load_hf
 from qwen35_jax.checkpoint.parameter_tree import parameter_leaves
 from qwen35_jax.checkpoint.tensor_table import (
     KEPT_PREFIXES,
-    SPELLINGS,
-    Spelling,
     bound_tensors,
     parameter_shapes,
 )
 from qwen35_jax.config import ModelConfig
 from qwen35_jax.model import abstract_model
+from qwen35_jax.spec import hf_tensor_shapes
+from qwen35_jax.spec.tensor_rules import SPELLINGS, Spelling, default_spelling
 from tests.checkpoint import tiny_checkpoint as tiny
 from tests.checkpoint.tiny_checkpoint import same_bytes, tensor_shapes, write_checkpoint, write_files
 
@@ -42,6 +42,22 @@ def test_names_and_shapes_are_those_of_the_documented_format() -> None:
             bound = bound_tensors(ModelConfig.from_hf(data), spelling, mtp=True, lm_head=False)
             found = {tensor.name: tensor.shape for tensor in bound}
             assert found == tensor_shapes(data, prefix=spelling.text, mtp=True, vision=False)
+
+
+@pytest.mark.parametrize("without", ["nothing", "vision", "vision and text model type"])
+def test_the_specification_spells_the_tensors_as_an_export_does(without: str) -> None:
+    data = tiny.config_json(attention_bias=True)
+    if without != "nothing":
+        del data["vision_config"]
+    if without == "vision and text model type":
+        data = {**data.pop("text_config"), **data}
+    config = ModelConfig.from_hf(data)
+    bound = bound_tensors(config, default_spelling(config), mtp=True, lm_head=False)
+    listed = hf_tensor_shapes(config)
+    assert {tensor.name: tensor.shape for tensor in bound} == {
+        name: shape for name, shape in listed.items() if not name.startswith("model.visual.")
+    }
+    assert any(name.startswith("model.language_model.") for name in listed)
 
 
 def test_parameters_are_those_of_the_model() -> None:

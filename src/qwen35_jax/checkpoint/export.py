@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from qwen35_jax.checkpoint.companions import copy_companions
-from qwen35_jax.checkpoint.hf import KeptTensors, SourceLayout, default_spelling, spelling_of
+from qwen35_jax.checkpoint.hf import KeptTensors, SourceLayout, spelling_of
 from qwen35_jax.checkpoint.index import INDEX_FILE, SINGLE_FILE
 from qwen35_jax.checkpoint.parameter_tree import dotted, leaf, parameter_leaves
 from qwen35_jax.checkpoint.progress import Progress, quiet
@@ -27,6 +27,7 @@ from qwen35_jax.checkpoint.staging import staged_folder
 from qwen35_jax.checkpoint.tensor_table import BoundTensor, bound_tensors, parameter_shapes
 from qwen35_jax.config import ModelConfig
 from qwen35_jax.errors import CheckpointError
+from qwen35_jax.spec.tensor_rules import default_spelling
 
 DEFAULT_MAX_SHARD_BYTES = 5_000_000_000
 

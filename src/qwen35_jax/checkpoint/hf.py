@@ -16,15 +16,10 @@ from qwen35_jax.checkpoint.progress import Progress, quiet
 from qwen35_jax.checkpoint.regrouping import with_unrolled_layers
 from qwen35_jax.checkpoint.safetensors_file import StoredTensor
 from qwen35_jax.checkpoint.streaming import read_parameters
-from qwen35_jax.checkpoint.tensor_table import (
-    KEPT_PREFIXES,
-    SPELLINGS,
-    BoundTensor,
-    Spelling,
-    bound_tensors,
-)
+from qwen35_jax.checkpoint.tensor_table import KEPT_PREFIXES, BoundTensor, bound_tensors
 from qwen35_jax.config import ModelConfig, require_dense_text
 from qwen35_jax.errors import CheckpointError
+from qwen35_jax.spec.tensor_rules import SPELLINGS, Spelling, default_spelling
 
 log = logging.getLogger(__name__)
 
@@ -216,12 +211,6 @@ def spelling_of(names: Iterable[str], config: ModelConfig, *, where: str) -> Spe
         return default_spelling(config)
     (spelling,) = found
     return dataclasses.replace(spelling, head=next(iter(heads), spelling.head))
-
-
-def default_spelling(config: ModelConfig) -> Spelling:
-    """How the Hugging Face class for this configuration spells its tensors."""
-    by_prefix = {each.text: each for each in SPELLINGS}
-    return by_prefix["model." if config.model_type.endswith("_text") else "model.language_model."]
 
 
 def check_bound(bound: list[BoundTensor], stored: Mapping[str, StoredTensor], *, where: str) -> None:

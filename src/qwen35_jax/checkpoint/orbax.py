@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 
 from qwen35_jax.checkpoint.companions import LAYOUT_FILE, copy_companions
 from qwen35_jax.checkpoint.export import check_parameters, config_text, without_mtp
-from qwen35_jax.checkpoint.hf import KeptTensors, SourceLayout, check_bound, default_spelling, open_hf
+from qwen35_jax.checkpoint.hf import KeptTensors, SourceLayout, check_bound, open_hf
 from qwen35_jax.checkpoint.orbax_handlers import HostArrays, PlacedArrays
 from qwen35_jax.checkpoint.parameter_tree import (
     LazyParameter,
@@ -46,6 +46,7 @@ from qwen35_jax.checkpoint.streaming import dtype_in_memory, lazy_parameters, re
 from qwen35_jax.checkpoint.tensor_table import bound_tensors, parameter_shapes
 from qwen35_jax.config import ModelConfig, require_dense_text
 from qwen35_jax.errors import CheckpointError
+from qwen35_jax.spec.tensor_rules import default_spelling
 
 PARAMETERS = "params"
 KEPT_FILE = "kept.safetensors"

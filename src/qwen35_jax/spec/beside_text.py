@@ -7,15 +7,16 @@ from typing import Any
 from qwen35_jax.config import TextConfig, VisionConfig
 from qwen35_jax.spec import tensors
 from qwen35_jax.spec.node import Node, choose
+from qwen35_jax.spec.tensor_rules import MTP_LAYER_PREFIX, VISION_PREFIX
 
 VISION_NORM_EPS = 1e-6  # of the tower's layer norms; no field of the configuration sets it
 
 
 def mtp_nodes(text: TextConfig) -> list[Node]:
-    shapes = tensors.mtp_head(text)
+    shapes = tensors.mtp_outside_layer(text)
     embed = text.hidden_size
     eps = {"eps": text.rms_norm_eps}
-    layer = tensors.prefixed("mtp.layers.{layer}.", tensors.decoder_layer(text, "full_attention"))
+    layer = tensors.prefixed(MTP_LAYER_PREFIX, tensors.decoder_layer(text, "full_attention"))
     layers = tuple(range(text.mtp_num_hidden_layers))
     return [
         Node(
@@ -26,7 +27,7 @@ def mtp_nodes(text: TextConfig) -> list[Node]:
             f"2 x {embed} -> {embed}",
             "W (rms(E[next id]) (1 + w_e), rms(h) (1 + w_h)); h as after final_norm",
             {**eps, "in_features": 2 * embed, "out_features": embed},
-            choose(shapes, tensors.MTP_PREFIX, "fc.", "pre_fc_norm"),
+            choose(shapes, "", "mtp.fc.", "mtp.pre_fc_norm"),
         ),
         Node(
             "mtp.layer",
@@ -46,7 +47,7 @@ def mtp_nodes(text: TextConfig) -> list[Node]:
             f"{embed} -> {embed}",
             "rms(x) (1 + w)",
             eps,
-            choose(shapes, tensors.MTP_PREFIX, "norm."),
+            choose(shapes, "", "mtp.norm."),
         ),
     ]
 
@@ -58,10 +59,10 @@ def vision_nodes(vision: VisionConfig) -> list[Node]:
     pixels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     cells = vision.spatial_merge_size**2
     eps = {"eps": VISION_NORM_EPS}
-    in_block = f"{tensors.VISION_PREFIX}blocks.{{layer}}."
+    in_block = f"{VISION_PREFIX}blocks.{{layer}}."
 
     def outside(name: str, op: str, maps: str, formula: str, constants: dict[str, Any], *names: str) -> Node:
-        chosen = choose(shapes, tensors.VISION_PREFIX, *names)
+        chosen = choose(shapes, VISION_PREFIX, *names)
         return Node(f"vision.{name}", "vision", op, (), maps, formula, constants, chosen)
 
     def inside(name: str, op: str, maps: str, formula: str, constants: dict[str, Any], *names: str) -> Node:

@@ -14,23 +14,24 @@ from qwen35_jax.spec import tensors
 from qwen35_jax.spec.beside_text import mtp_nodes, vision_nodes
 from qwen35_jax.spec.mixers import gated_attention_nodes, gated_delta_net_nodes
 from qwen35_jax.spec.node import Node, choose
+from qwen35_jax.spec.tensor_rules import default_spelling
 
 
 def graph_nodes(config: ModelConfig) -> tuple[Node, ...]:
     """All nodes, in the order in which a token meets them; those of the two mixers one after the other."""
     text = config.text
-    prefix = tensors.text_prefix(config)
+    prefix = tensors.layer_prefix(config)
     nodes = [
-        _embed(text, prefix),
-        _norm("input_norm", text, prefix, "input_layernorm.weight"),
+        _embed(config),
+        _layer_norm("input_norm", text, prefix, "input_layernorm."),
         *gated_delta_net_nodes(text, prefix),
         *gated_attention_nodes(text, prefix),
         _residual("attn_residual", text, "x + mixer(input_norm(x))"),
-        _norm("post_attn_norm", text, prefix, "post_attention_layernorm.weight"),
+        _layer_norm("post_attn_norm", text, prefix, "post_attention_layernorm."),
         *(_mlp(text, prefix) if text.moe is None else _mixture_of_experts(text, prefix)),
         _residual("mlp_residual", text, "x + mlp(post_attn_norm(x))"),
-        _norm("final_norm", text, prefix, "norm.weight"),
-        _lm_head(config, prefix),
+        _final_norm(config),
+        _lm_head(config),
     ]
     if text.mtp_num_hidden_layers:
         nodes += mtp_nodes(text)
@@ -43,7 +44,8 @@ def _all_layers(text: TextConfig) -> tuple[int, ...]:
     return tuple(range(text.num_hidden_layers))
 
 
-def _embed(text: TextConfig, prefix: str) -> Node:
+def _embed(config: ModelConfig) -> Node:
+    text = config.text
     return Node(
         name="embed",
         part="embedding",
@@ -52,21 +54,36 @@ def _embed(text: TextConfig, prefix: str) -> Node:
         maps=f"{text.vocab_size} ids -> {text.hidden_size}",
         formula="E[id]",
         constants={"vocab_size": text.vocab_size},
-        tensors={f"{prefix}embed_tokens.weight": (text.vocab_size, text.hidden_size)},
+        tensors=_outside_layers(config, "{text}embed_tokens."),
     )
 
 
-def _norm(name: str, text: TextConfig, prefix: str, tensor: str) -> Node:
-    last = name == "final_norm"
+def _outside_layers(config: ModelConfig, beginning: str) -> tensors.Shapes:
+    """The tensors outside the layers whose names begin so, in the spelling of `config`."""
+    spelling = default_spelling(config)
+    return choose(
+        tensors.outside_layers(config), "", beginning.format(text=spelling.text, head=spelling.head)
+    )
+
+
+def _layer_norm(name: str, text: TextConfig, prefix: str, tensor: str) -> Node:
+    return _norm(name, text, _all_layers(text), choose(tensors.layer_norms(text), prefix, tensor))
+
+
+def _final_norm(config: ModelConfig) -> Node:
+    return _norm("final_norm", config.text, (), _outside_layers(config, "{text}norm."))
+
+
+def _norm(name: str, text: TextConfig, layers: tuple[int, ...], shapes: tensors.Shapes) -> Node:
     return Node(
         name=name,
         part="norms",
         op="rms norm",
-        layers=() if last else _all_layers(text),
+        layers=layers,
         maps=f"{text.hidden_size} -> {text.hidden_size}",
         formula="rms(x) (1 + w)",
         constants={"eps": text.rms_norm_eps},
-        tensors={(prefix if last else f"{prefix}layers.{{layer}}.") + tensor: (text.hidden_size,)},
+        tensors=shapes,
     )
 
 
@@ -85,11 +102,10 @@ def _residual(name: str, text: TextConfig, formula: str) -> Node:
 
 def _mlp(text: TextConfig, prefix: str) -> list[Node]:
     shapes = tensors.feed_forward(text)
-    prefix = f"{prefix}layers.{{layer}}.mlp."
-    embed, inner = text.hidden_size, shapes["gate_proj.weight"][0]
+    embed, inner = text.hidden_size, shapes["mlp.gate_proj.weight"][0]
 
     def node(name: str, op: str, maps: str, formula: str, constants: dict[str, Any], *names: str) -> Node:
-        chosen = choose(shapes, prefix, *names) if names else {}
+        chosen = choose(shapes, prefix, *(f"mlp.{name}" for name in names)) if names else {}
         return Node(f"mlp.{name}", "mlp", op, _all_layers(text), maps, formula, constants, chosen)
 
     return [
@@ -124,11 +140,10 @@ def _mixture_of_experts(text: TextConfig, prefix: str) -> list[Node]:
     moe = text.moe
     assert moe is not None
     shapes = tensors.feed_forward(text)
-    prefix = f"{prefix}layers.{{layer}}.mlp."
     embed, act = text.hidden_size, text.hidden_act
 
     def node(name: str, op: str, maps: str, formula: str, constants: dict[str, Any], *names: str) -> Node:
-        chosen = choose(shapes, prefix, *names) if names else {}
+        chosen = choose(shapes, prefix, *(f"mlp.{name}" for name in names)) if names else {}
         return Node(f"moe.{name}", "mlp", op, _all_layers(text), maps, formula, constants, chosen)
 
     return [
@@ -159,7 +174,7 @@ def _mixture_of_experts(text: TextConfig, prefix: str) -> list[Node]:
     ]
 
 
-def _lm_head(config: ModelConfig, prefix: str) -> Node:
+def _lm_head(config: ModelConfig) -> Node:
     text, tied = config.text, config.tie_word_embeddings
     return Node(
         name="lm_head",
@@ -169,5 +184,5 @@ def _lm_head(config: ModelConfig, prefix: str) -> Node:
         maps=f"{text.hidden_size} -> {text.vocab_size}",
         formula="E u, the embedding table again" if tied else "W u",
         constants={"in_features": text.hidden_size, "out_features": text.vocab_size, "tied": tied},
-        tensors={} if tied else {"lm_head.weight": (text.vocab_size, text.hidden_size)},
+        tensors=_outside_layers(config, "{head}lm_head."),
     )

@@ -13,20 +13,20 @@ CHUNK_SIZE = 64  # tokens that the chunked delta rule takes at once, by default
 
 
 def gated_delta_net_nodes(text: TextConfig, prefix: str) -> list[Node]:
+    """Those of the Gated DeltaNet layers; `prefix` is what the names of a layer's tensors begin with."""
     layers = _layers_of(text, "linear_attention")
     if not layers:
         return []
-    shapes = tensors.gated_delta_net(text)
-    prefix = f"{prefix}layers.{{layer}}.linear_attn."
+    shapes = tensors.mixer(text, "linear_attention")
     embed, kernel = text.hidden_size, text.linear_conv_kernel_dim
-    channels, values = shapes["in_proj_qkv.weight"][0], shapes["in_proj_z.weight"][0]
+    channels, values = shapes["linear_attn.in_proj_qkv.weight"][0], shapes["linear_attn.in_proj_z.weight"][0]
     key_heads, key_dim = text.linear_num_key_heads, text.linear_key_head_dim
     value_heads, value_dim = text.linear_num_value_heads, text.linear_value_head_dim
     outputs = channels + values + 2 * value_heads
     act = text.output_gate_type
 
     def node(name: str, op: str, maps: str, formula: str, constants: dict[str, Any], *names: str) -> Node:
-        chosen = choose(shapes, prefix, *names) if names else {}
+        chosen = choose(shapes, prefix, *(f"linear_attn.{name}" for name in names)) if names else {}
         return Node(f"gdn.{name}", "gated_delta_net", op, layers, maps, formula, constants, chosen)
 
     return [
@@ -94,11 +94,11 @@ def gated_delta_net_nodes(text: TextConfig, prefix: str) -> list[Node]:
 
 
 def gated_attention_nodes(text: TextConfig, prefix: str) -> list[Node]:
+    """Those of the full-attention layers; `prefix` is what the names of a layer's tensors begin with."""
     layers = _layers_of(text, "full_attention")
     if not layers:
         return []
-    shapes = tensors.gated_attention(text)
-    prefix = f"{prefix}layers.{{layer}}.self_attn."
+    shapes = tensors.mixer(text, "full_attention")
     embed, heads, kv_heads = text.hidden_size, text.num_attention_heads, text.num_key_value_heads
     head_dim, rotary = text.head_dim, text.rotary_dim
     queries = heads * head_dim
@@ -106,7 +106,7 @@ def gated_attention_nodes(text: TextConfig, prefix: str) -> list[Node]:
     bias = " + bias" if text.attention_bias else ""
 
     def node(name: str, op: str, maps: str, formula: str, constants: dict[str, Any], *names: str) -> Node:
-        chosen = choose(shapes, prefix, *names) if names else {}
+        chosen = choose(shapes, prefix, *(f"self_attn.{name}" for name in names)) if names else {}
         return Node(f"attn.{name}", "attention", op, layers, maps, formula, constants, chosen)
 
     return [
