@@ -216,3 +216,15 @@ def test_two_documents_in_a_row_of_a_cache_are_refused_before_the_call(model):
     with pytest.raises(PromptError, match=r"row 1 holds documents \[1, 5\]"):
         prefill(model.graphdef, model.parameters, tokens, cache, segment_ids=segment_ids)
     assert not cache.lengths.is_deleted()
+
+
+def test_padding_inside_a_document_of_a_cache_is_refused_before_the_call(model):
+    segment_ids = jnp.array([[1, 1, 1, 0], [0, 1, 1, 0], [1, 0, 1, 1]])
+    with pytest.raises(PromptError, match="row 2 has padding between its tokens"):
+        prefill(
+            model.graphdef,
+            model.parameters,
+            jnp.ones((3, 4), jnp.int32),
+            model.new_cache(),
+            segment_ids=segment_ids,
+        )

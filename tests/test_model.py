@@ -16,8 +16,9 @@ from flax import nnx
 from qwen35_jax.config import MoEConfig
 from qwen35_jax.errors import ConfigError
 from qwen35_jax.layer_groups import layer_locations
-from qwen35_jax.model import Embedding, _extend, abstract_model, forward, init_model, prefill
+from qwen35_jax.model import _extend, abstract_model, forward, init_model, prefill
 from qwen35_jax.nn.decoder import DecoderLayer
+from qwen35_jax.nn.embedding import Embedding
 from qwen35_jax.nn.parameter import key_stream
 from tests.small_text_model import (
     BOUNDS,

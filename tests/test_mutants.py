@@ -16,12 +16,12 @@ import pytest
 from flax import nnx
 
 from qwen35_jax import model as text_model
-from qwen35_jax.model import TextModel
 from qwen35_jax.nn import gated_attention, gated_delta_net, norm
 from qwen35_jax.nn.decoder import DecoderLayer
 from qwen35_jax.nn.gated_attention import GatedAttention
 from qwen35_jax.nn.gated_delta_net import GatedDeltaNet
 from qwen35_jax.nn.mlp import MLP
+from qwen35_jax.nn.text_model import TextModel
 from tests.model_checks import CHECKS
 
 pytestmark = pytest.mark.extended

@@ -82,6 +82,34 @@ class Cache:
                 f"make the cache with init_cache(..., capacity={wanted[row]}) or shorten the prompt"
             )
 
+    def extended(self, updates: tuple[tuple[LayerCache, ...], ...], real: Bool[Array, "batch time"]) -> Cache:
+        """The memory after a call.
+
+        Args:
+            updates: per layer, the new DeltaNet memory, or the keys and values of the call's tokens.
+            real: true where a token is not padding. Padding is written nowhere and counts nowhere.
+        """
+        order = jnp.cumsum(real, axis=1) - 1
+        slots = jnp.where(real, self.lengths[:, None] + order, self.capacity)
+        rows = jnp.arange(real.shape[0])[:, None]
+
+        def write(stacked: Array, new: Array) -> Array:
+            return stacked.at[:, rows, slots].set(new.astype(stacked.dtype), mode="drop")
+
+        def next_layer(old: LayerCache, update: LayerCache) -> LayerCache:
+            if isinstance(old, AttentionCache):
+                assert isinstance(update, AttentionCache)
+                return AttentionCache(write(old.key, update.key), write(old.value, update.value))
+            return update
+
+        return dataclasses.replace(
+            self,
+            groups=tuple(
+                tuple(map(next_layer, olds, news)) for olds, news in zip(self.groups, updates, strict=True)
+            ),
+            lengths=self.lengths + real.sum(axis=1, dtype=self.lengths.dtype),
+        )
+
 
 def init_cache(config: TextConfig, *, batch: int, capacity: int, dtype: DTypeLike) -> Cache:
     """An empty cache.
@@ -126,36 +154,4 @@ def init_cache(config: TextConfig, *, batch: int, capacity: int, dtype: DTypeLik
         ),
         lengths=jnp.zeros((batch,), jnp.int32),
         capacity=capacity,
-    )
-
-
-def advance(
-    cache: Cache, updates: tuple[tuple[LayerCache, ...], ...], real: Bool[Array, "batch time"]
-) -> Cache:
-    """The cache after a call.
-
-    Args:
-        cache: before the call.
-        updates: per layer, the new DeltaNet memory, or the keys and values of the call's tokens.
-        real: true where a token is not padding. Padding is written nowhere and counts nowhere.
-    """
-    order = jnp.cumsum(real, axis=1) - 1
-    slots = jnp.where(real, cache.lengths[:, None] + order, cache.capacity)
-    rows = jnp.arange(real.shape[0])[:, None]
-
-    def write(stacked: Array, new: Array) -> Array:
-        return stacked.at[:, rows, slots].set(new.astype(stacked.dtype), mode="drop")
-
-    def next_layer(old: LayerCache, update: LayerCache) -> LayerCache:
-        if isinstance(old, AttentionCache):
-            assert isinstance(update, AttentionCache)
-            return AttentionCache(write(old.key, update.key), write(old.value, update.value))
-        return update
-
-    return Cache(
-        groups=tuple(
-            tuple(map(next_layer, olds, news)) for olds, news in zip(cache.groups, updates, strict=True)
-        ),
-        lengths=cache.lengths + real.sum(axis=1, dtype=cache.lengths.dtype),
-        capacity=cache.capacity,
     )

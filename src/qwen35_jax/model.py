@@ -1,7 +1,7 @@
-"""The text model, and the pure functions that run it: `forward`, `prefill`, `decode_step`.
+"""The pure functions that make a text model and run it: `forward`, `prefill`, `decode_step`.
 
 A model is split once into a graph definition (hashable, static under `jax.jit`) and its parameters (a nested dict of
-arrays); every function here takes both.
+arrays); every function that runs it takes both.
 """
 
 from __future__ import annotations
@@ -11,159 +11,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from qwen35_jax.cache import Cache, advance
-from qwen35_jax.config import ModelConfig, TextConfig, require_dense_text
+from qwen35_jax.cache import Cache
+from qwen35_jax.config import ModelConfig, require_dense_text
 from qwen35_jax.errors import PromptError
-from qwen35_jax.nn.context import TokenContext
-from qwen35_jax.nn.decoder import Decoder
-from qwen35_jax.nn.mtp import MultiTokenPrediction
-from qwen35_jax.nn.norm import RMSNorm
-from qwen35_jax.nn.parameter import Keys, compute_dtype_for_state, key_stream, normal, parameter
-from qwen35_jax.ops.linear import linear
-from qwen35_jax.ops.rope import rotary_cos_sin, rotary_frequencies
-from qwen35_jax.ops.segments import positions as segment_positions
+from qwen35_jax.nn.parameter import Keys, key_stream
+from qwen35_jax.nn.text_model import Positions, TextModel, Tokens
+from qwen35_jax.ops.segments import is_real
 
 Parameters = dict[str, Any]
-Tokens = Int[Array, "batch time"]
-Hidden = Float[Array, "batch time embed"]
-Positions = Int[Array, "batch time"] | Int[Array, "3 batch time"]
-
-
-class Embedding(nnx.Module):
-    """A vector per token; also the output head, whose rows are the vectors to compare with."""
-
-    def __init__(self, config: TextConfig, *, parameter_dtype: DTypeLike, keys: Keys):
-        axes = {"vocab": config.vocab_size, "embed": config.hidden_size}
-        self.weight = parameter(keys, normal(config.initializer_range), axes, parameter_dtype)
-
-    def lookup(self, tokens: Tokens, dtype: DTypeLike) -> Hidden:
-        # An id outside the vocabulary gives NaN: JAX would otherwise read the nearest row without a word.
-        rows = self.weight[...].at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
-        return rows.astype(dtype)
-
-    def logits(self, hidden: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
-        """Products summed in float32 (float64 in a float64 model), and left there for softmax and loss."""
-        return linear(hidden, self.weight[...], dtype=compute_dtype_for_state(hidden.dtype))
-
-
-class TextModel(nnx.Module):
-    """The language model of a Qwen3.5 checkpoint.
-
-    Attributes:
-        dtype: compute dtype of activations and matrix products. Norms, softmax, gates, decay and states use float32
-            (float64 in a float64 model) whatever it is.
-
-    Source: `Qwen3_5TextModel` and `Qwen3_5ForCausalLM` of the reference implementation.
-    """
-
-    def __init__(
-        self,
-        config: TextConfig,
-        *,
-        tie_word_embeddings: bool,
-        parameter_dtype: DTypeLike,
-        dtype: DTypeLike,
-        mtp: bool,
-        keys: Keys,
-    ):
-        made_with = {"parameter_dtype": parameter_dtype, "keys": keys}
-        self.embed_tokens = Embedding(config, **made_with)
-        self.decoder = Decoder(config, **made_with)
-        self.final_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, **made_with)
-        if not tie_word_embeddings:
-            self.lm_head = Embedding(config, **made_with)
-        if mtp:
-            self.mtp = MultiTokenPrediction(config, **made_with)
-        self.tied = tie_word_embeddings
-        self.rope = config.rope
-        self.rotary_dim = config.rotary_dim
-        self.dtype = jnp.dtype(dtype)
-
-    def __call__(
-        self,
-        tokens: Tokens,
-        *,
-        positions: Positions | None = None,
-        segment_ids: Tokens | None = None,
-        cache: Cache | None = None,
-        rematerialize: bool = False,
-    ) -> tuple[Hidden, Cache | None]:
-        """Hidden values after the final norm, and the cache after these tokens.
-
-        Args:
-            tokens: ids.
-            positions: rotary positions, one row or three (time, height, width) per token. By default they count real
-                tokens from the start of each segment; the first segment goes on where the cache ends.
-            segment_ids: 0 marks padding, positive numbers are documents packed into one row. Nothing flows between
-                documents, nor out of padding. The cache belongs to the first document of a row.
-            cache: memory of earlier tokens, or None to start empty and keep nothing.
-            rematerialize: see `Decoder`.
-        """
-        context = self.context(tokens, positions, segment_ids, cache)
-        # Padding may hold any id, and one outside the vocabulary is NaN: zero times it would reach every gradient.
-        x = self.embed(tokens if segment_ids is None else jnp.where(segment_ids > 0, tokens, 0))
-        x, updates = self.decoder(
-            x, context, None if cache is None else cache.groups, rematerialize=rematerialize
-        )
-        with jax.named_scope("final_norm"):
-            hidden = self.final_norm(x)
-        if cache is None:
-            return hidden, None
-        assert updates is not None
-        real = jnp.ones(tokens.shape, bool) if segment_ids is None else segment_ids > 0
-        return hidden, advance(cache, updates, real)
-
-    @jax.named_scope("embed")
-    def embed(self, tokens: Tokens) -> Hidden:
-        return self.embed_tokens.lookup(tokens, self.dtype)
-
-    @jax.named_scope("lm_head")
-    def logits(self, hidden: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
-        """Scores of every token of the vocabulary, from values after the final norm."""
-        return (self.embed_tokens if self.tied else self.lm_head).logits(hidden)
-
-    def context(
-        self,
-        tokens: Tokens,
-        positions: Positions | None,
-        segment_ids: Tokens | None,
-        cache: Cache | None,
-    ) -> TokenContext:
-        """Rotary phases, segments and past lengths of a call's tokens."""
-        lengths = None if cache is None else cache.lengths
-        if positions is None:
-            ids = jnp.ones(tokens.shape, jnp.int32) if segment_ids is None else segment_ids
-            positions = segment_positions(ids, lengths)
-        frequencies, scaling = rotary_frequencies(
-            self.rope, self.rotary_dim, dtype=compute_dtype_for_state(self.dtype)
-        )
-        cos, sin = rotary_cos_sin(positions, frequencies, self.rope.mrope_section, scaling)
-        return TokenContext(cos, sin, segment_ids, lengths)
-
-    def draft_hidden(
-        self,
-        hidden: Hidden,
-        tokens: Tokens,
-        *,
-        positions: Positions | None = None,
-        segment_ids: Tokens | None = None,
-    ) -> Float[Array, "batch time_minus_1 embed"]:
-        """The MTP head over a whole sequence: value t is for token t + 2, from `hidden` at t and token t + 1.
-
-        A pair of tokens that lies in two documents, or in padding, counts as padding.
-        """
-        ids = jnp.ones(tokens.shape, jnp.int32) if segment_ids is None else segment_ids
-        if positions is None:
-            positions = segment_positions(ids, None)
-        pair_ids = jnp.where(ids[:, 1:] == ids[:, :-1], ids[:, 1:], 0)
-        context = self.context(tokens[:, 1:], positions[..., 1:], pair_ids, None)
-        drafted, _ = self.mtp(hidden[:, :-1], self.embed(tokens[:, 1:]), context, None)
-        return drafted
 
 
 def _text_model(
@@ -249,7 +110,7 @@ def _extend(
     if segment_ids is None:
         hidden = hidden[:, -1]
     else:
-        last = jnp.where(segment_ids > 0, jnp.arange(tokens.shape[1]), 0).max(axis=1)
+        last = jnp.where(is_real(segment_ids), jnp.arange(tokens.shape[1]), 0).max(axis=1)
         hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
     # A caller's own trace passes no check of the capacity: a row that overflowed must not look healthy.
     fits = cache.lengths <= cache.capacity
@@ -281,26 +142,33 @@ def prefill(
 
     Raises:
         CapacityError: a row would pass the cache's capacity.
-        PromptError: a row holds two documents.
+        PromptError: a row holds two documents, or padding inside one.
 
     Both are raised before anything runs. Under a caller's own trace no value is known: there a row that passes the
     capacity gets NaN for logits.
     """
-    _check_one_document(segment_ids)
-    real = tokens.shape[1] if segment_ids is None else (segment_ids > 0).sum(axis=1)
-    cache.check_room(real)
+    if segment_ids is None:
+        cache.check_room(tokens.shape[1])
+    else:
+        _check_one_document(segment_ids)
+        cache.check_room(is_real(segment_ids).sum(axis=1))
     return _extend(graphdef, parameters, tokens, cache, segment_ids, positions)
 
 
-def _check_one_document(segment_ids: Tokens | None) -> None:
-    if segment_ids is None or isinstance(segment_ids, Tracer) or segment_ids.shape[1] == 1:
+def _check_one_document(segment_ids: Tokens) -> None:
+    if isinstance(segment_ids, Tracer):
         return
     for row, ids in enumerate(jax.device_get(segment_ids)):
-        documents = sorted(set(ids[ids > 0].tolist()))
+        real = is_real(ids)
+        documents = sorted(set(ids[real].tolist()))
         if len(documents) > 1:
             raise PromptError(
                 f"segment_ids: row {row} holds documents {documents}, but a row of a cache is one document; "
                 "give each a row of its own, or pack them in forward(), which keeps no cache"
+            )
+        if (np.diff(np.flatnonzero(real)) > 1).any():
+            raise PromptError(
+                f"segment_ids: row {row} has padding between its tokens, expected it before or after them only"
             )
 
 
@@ -316,14 +184,9 @@ def decode_step(
     """Consumes one token per row.
 
     Rows that are not `active` are frozen: their token is ignored and their cache stays as it is, bit for bit.
-    Arguments, results and errors are otherwise those of `prefill`.
+    Arguments, results and errors are otherwise those of `prefill`. The check of the capacity waits for the device to
+    finish the step before; a loop that should not wait runs under its own `jax.jit`, as `qwen35_jax.inference` does.
     """
     segment_ids = None if active is None else active[:, None].astype(jnp.int32)
-    return prefill(
-        graphdef,
-        parameters,
-        tokens[:, None],
-        cache,
-        segment_ids=segment_ids,
-        positions=positions,
-    )
+    cache.check_room(1 if active is None else active.astype(jnp.int32))
+    return _extend(graphdef, parameters, tokens[:, None], cache, segment_ids, positions)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import re
+
 import jax
+import jax.ad_checkpoint
 import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
-from qwen35_jax.model import abstract_model
+from qwen35_jax.model import abstract_model, forward
 from qwen35_jax.nn.mlp import MLP
 from qwen35_jax.nn.mtp import MultiTokenPrediction
 from qwen35_jax.nn.parameter import key_stream
@@ -57,6 +62,28 @@ def test_parameters_of_a_motif_are_stacked_over_its_repeats_and_the_draft_head_i
     assert set(group["layers"][1]["mixer"]) >= {"A_log", "conv_q"}
     assert set(group["layers"][2]["mixer"]) >= {"q_norm_weight", "gate_weight"}
     assert parameters["mtp"]["layer"]["mixer"]["q_weight"].shape == (4, 32, 40)
+
+
+def kept_for_the_backward_pass(layer_types, capsys, *, rematerialize: bool) -> int:
+    """Values that a gradient of the model keeps from its forward pass, inputs not counted."""
+    config = small_config(layer_types)
+    graphdef, parameters = abstract_model(config, parameter_dtype="float32", dtype="float32")
+
+    def loss(parameters, tokens):
+        return forward(graphdef, parameters, tokens, rematerialize=rematerialize).sum()
+
+    jax.ad_checkpoint.print_saved_residuals(loss, parameters, jax.ShapeDtypeStruct((2, 5), jnp.int32))
+    lines = capsys.readouterr().out.splitlines()
+    shapes = [re.match(r"\w+\[([\d,]*)\]", line) for line in lines if "from the argument" not in line]
+    return sum(math.prod(map(int, shape[1].split(","))) for shape in shapes if shape and shape[1])
+
+
+@pytest.mark.parametrize("layer_types", [(LINEAR, FULL) * 3, (LINEAR, FULL, FULL, LINEAR, LINEAR)])
+def test_rematerializing_keeps_a_small_part_of_the_values_of_repeated_and_of_irregular_stacks(
+    layer_types, capsys
+):
+    everything = kept_for_the_backward_pass(layer_types, capsys, rematerialize=False)
+    assert kept_for_the_backward_pass(layer_types, capsys, rematerialize=True) < 0.35 * everything
 
 
 def drawn(module: nnx.Module) -> nnx.Module:

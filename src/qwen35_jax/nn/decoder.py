@@ -95,11 +95,17 @@ class Motif(nnx.Module):
         )
 
     def __call__(
-        self, x: Hidden, context: TokenContext, caches: tuple[LayerCache, ...] | None
+        self,
+        x: Hidden,
+        context: TokenContext,
+        caches: tuple[LayerCache, ...] | None,
+        *,
+        rematerialize_layers: bool,
     ) -> tuple[Hidden, tuple[LayerCache, ...]]:
         updates = []
         for position, layer in enumerate(self.layers):
-            x, update = layer(x, context, None if caches is None else caches[position])
+            run = jax.checkpoint(layer) if rematerialize_layers else layer
+            x, update = run(x, context, None if caches is None else caches[position])
             updates.append(update)
         return x, tuple(updates)
 
@@ -133,25 +139,29 @@ class Decoder(nnx.Module):
             x: embedded tokens.
             context: where each token stands.
             caches: memory before these tokens, as `Cache.groups`; None keeps none and returns none.
-            rematerialize: recompute each motif in the backward pass instead of keeping its inner values.
+            rematerialize: recompute in the backward pass instead of keeping inner values: motif by motif where a
+                motif is repeated, layer by layer where it runs once.
         """
         updates = []
         for index, stacked in enumerate(self.groups):
             graphdef, parameters = nnx.split(stacked)
-            repeats = jnp.arange(jax.tree.leaves(parameters)[0].shape[0])
+            repeats = jax.tree.leaves(parameters)[0].shape[0]
+            by_layer = rematerialize and repeats == 1
             group = None if caches is None else caches[index]
             # Keys and values are not scanned over: that would copy their whole capacity, used or not, at every call.
             states = None if group is None else tuple(None if _is_attention(c) else c for c in group)
 
-            def run_motif(x, scanned, graphdef=graphdef, group=group):
+            def run_motif(x, scanned, graphdef=graphdef, group=group, by_layer=by_layer):
                 parameters, repeat, states = scanned
                 here = dataclasses.replace(context, repeat=repeat)
                 memory = None if group is None else tuple(map(_present, states, group))
-                x, updates = nnx.merge(graphdef, parameters)(x, here, memory)
+                motif = nnx.merge(graphdef, parameters)
+                x, updates = motif(x, here, memory, rematerialize_layers=by_layer)
                 return x, None if group is None else updates
 
-            body = jax.checkpoint(run_motif, prevent_cse=False) if rematerialize else run_motif
-            x, update = jax.lax.scan(body, x, (parameters, repeats, states))
+            by_motif = rematerialize and not by_layer
+            body = jax.checkpoint(run_motif, prevent_cse=False) if by_motif else run_motif
+            x, update = jax.lax.scan(body, x, (parameters, jnp.arange(repeats), states))
             updates.append(update)
         return x, None if caches is None else tuple(updates)
 

@@ -241,7 +241,8 @@ def split(inputs: GroupedInputs, segments: Int[Array, "batch time"] | None, size
     if segments is not None:
         segment = cut(segments, mode="edge")
         segment_before = jnp.pad(segment[:, :-1, -1], ((0, 0), (1, 0)))
-    return Chunk(*map(cut, inputs), segment, segment_before)
+    q, k, v, log_decay, beta = map(cut, inputs)
+    return Chunk(q, k, v, log_decay, beta, segment, segment_before)
 
 
 def join(outputs: Float[Array, "batch chunk size key_heads group value_dim"], time: int) -> GroupedOutputs:
