@@ -2,10 +2,12 @@
 
     python scripts/bench_cpu.py [--parts prefill decode rule load compile] [--json]
 
-Needs the `reference` extra. The model has the 0.8B shape: 752,393,024 parameters. The programs of a comparison run in
-turn; each result is the median of its runs, with the smallest and the largest beside it. A ratio is the reference's
-time over ours, each in its best dtype; of loading and compiling it is what the line says, and less is better. The
-whole takes about ten minutes on two cores, and 12 GiB of memory.
+Needs the `reference` extra. The model has the 0.8B shape: 752,393,024 parameters (`--config` names another). The
+programs of a comparison run in turn, each after a rest; a result is the median of its runs, with the smallest and the
+largest beside it. A ratio is the reference's time over ours, each in its best dtype; of loading and compiling it is
+what the line says, and less is better. Beside each time stands how much of the least work was done in a second: all
+products of a prefill or of the rule, or the weights that a decode step has to read. The whole takes about a quarter of
+an hour on two cores, and 12 GiB of memory.
 """
 
 from __future__ import annotations
@@ -16,19 +18,20 @@ import dataclasses
 import functools
 import json
 import os
-import statistics
 import tempfile
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import bench_gated_delta_rule
+import bench_load
 import jax
 import jax.numpy as jnp
 import numpy as np
+from bench_timing import Timing, calls_in_turn, machine, machine_line, time_in_turn
+from least_work import decode_bytes, prefill_flops, rule_flops
 
 from qwen35_jax.cache import init_cache
 from qwen35_jax.checkpoint import load
@@ -36,36 +39,18 @@ from qwen35_jax.config import ModelConfig, published
 from qwen35_jax.model import abstract_model, decode_step, forward, prefill
 
 DECODE_CONTEXT = 512
+DECODE_ROUNDS, DECODE_STEPS = 6, 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Timing:
-    """Seconds of the runs of one program."""
+class LeastWork:
+    """What no program can do without, by program: operations in GFLOP, or bytes in GB."""
 
-    runs: tuple[float, ...]
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.runs)
-
-    def __str__(self) -> str:
-        return f"{self.median:.3f} s ({min(self.runs):.3f} to {max(self.runs):.3f})"
+    amounts: Mapping[str, float]
+    unit: str
 
 
-def time_in_turn(programs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Timing]:
-    """Runs every program once to warm up, then all of them in turn, `rounds` times."""
-    for program in programs.values():
-        program()
-    seconds: dict[str, list[float]] = {name: [] for name in programs}
-    for _ in range(rounds):
-        for name, program in programs.items():
-            start = time.perf_counter()
-            program()
-            seconds[name].append(time.perf_counter() - start)
-    return {name: Timing(tuple(runs)) for name, runs in seconds.items()}
-
-
-def compare(name: str, timings: dict[str, Timing]) -> dict[str, Any]:
+def compare(name: str, timings: dict[str, Timing], least: LeastWork) -> dict[str, Any]:
     """The best of ours against the best of the reference's."""
 
     def best(prefix: str) -> tuple[str, Timing]:
@@ -81,18 +66,54 @@ def compare(name: str, timings: dict[str, Timing]) -> dict[str, Any]:
         "peer": peer_label,
         "peer_seconds": peer.median,
         "ratio": peer.median / ours.median,
-        "spread": {label: [min(t.runs), max(t.runs)] for label, t in timings.items()},
+        "seconds": {label: timing.median for label, timing in timings.items()},
+        "spread": {label: timing.spread for label, timing in timings.items()},
+        "least_work": dict(least.amounts),
+        "unit": least.unit,
+        "per_second": {label: least.amounts[label] / timing.median for label, timing in timings.items()},
     }
 
 
-def write_random_checkpoint(folder: Path) -> Any:
-    """A random model of the 0.8B shape, written by `transformers` in bfloat16; returns its torch model."""
-    import torch
-    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+def against_itself(name: str, timings: dict[str, Timing], ours: str, peer: str) -> dict[str, Any]:
+    """A result whose ratio is ours over what it is held against: less is better."""
+    return {
+        "name": name,
+        "ours": ours,
+        "ours_seconds": timings[ours].median,
+        "peer": peer,
+        "peer_seconds": timings[peer].median,
+        "ratio": timings[ours].median / timings[peer].median,
+        "seconds": {label: timings[label].median for label in (ours, peer)},
+        "spread": {label: timings[label].spread for label in (ours, peer)},
+    }
 
+
+def described(result: dict[str, Any]) -> str:
+    """A result in a line, and a line a program."""
+    lines = [
+        f"{result['name']}: {result['ours']} {result['ours_seconds']:.3f} s, "
+        f"{result['peer']} {result['peer_seconds']:.3f} s, ratio {result['ratio']:.2f}"
+    ]
+    for label, (least, most) in result["spread"].items():
+        line = f"    {label}: {result['seconds'][label]:.3f} s ({least:.3f} to {most:.3f})"
+        if "unit" in result:
+            unit = result["unit"]
+            line += f"; least {result['least_work'][label]:.4g} {unit}, {result['per_second'][label]:.4g} {unit}/s"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def write_random_checkpoint(folder: Path, config: ModelConfig) -> Any:
+    """A random text model of a shape, written by `transformers` in bfloat16; returns its torch model."""
+    import torch
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     torch.manual_seed(0)
-    text = published("Qwen/Qwen3.5-0.8B").to_hf()["text_config"]
-    text = {key: value for key, value in text.items() if key != "model_type"} | {"tie_word_embeddings": True}
+    hf = config.to_hf()
+    text = {key: value for key, value in hf.get("text_config", hf).items() if key != "model_type"}
+    text |= {"tie_word_embeddings": config.tie_word_embeddings}
     model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**text)).to(torch.bfloat16).eval()
     model.save_pretrained(folder)
     return model
@@ -107,11 +128,14 @@ def bench_prefill_and_decode(parts: set[str], folder: Path, reference: Any) -> I
         name: load(folder, dtype=dtype, parameter_dtype=dtype)
         for name, dtype in (("bfloat16", jnp.bfloat16), ("float32", jnp.float32))
     }
-    vocabulary = models["float32"].config.text.vocab_size
+    config = models["float32"].config
+    vocabulary = config.text.vocab_size
+    labels = [f"{side} {name}" for side in ("ours", "transformers") for name in models]
 
     def ours_prefill(name: str, tokens: jax.Array) -> Any:
         model = models[name]
-        cache = init_cache(model.config.text, batch=1, capacity=tokens.shape[1] + 64, dtype=jnp.dtype(name))
+        capacity = tokens.shape[1] + calls_in_turn(DECODE_ROUNDS, calls_per_run=DECODE_STEPS)
+        cache = init_cache(model.config.text, batch=1, capacity=capacity, dtype=jnp.dtype(name))
         return jax.block_until_ready(prefill(model.graphdef, model.parameters, tokens, cache))
 
     def peer_prefill(name: str, tokens: Any) -> Any:
@@ -127,7 +151,8 @@ def bench_prefill_and_decode(parts: set[str], folder: Path, reference: Any) -> I
                 f"transformers {name}": functools.partial(peer_prefill, name, peer_tokens)
                 for name in references
             }
-            yield compare(f"prefill of {length} tokens", time_in_turn(programs, rounds=3))
+            least = LeastWork(dict.fromkeys(labels, prefill_flops(config, length) / 1e9), "GFLOP")
+            yield compare(f"prefill of {length} tokens", time_in_turn(programs, rounds=3), least)
 
     if "decode" in parts:
         ids = np.random.default_rng(1).integers(0, vocabulary, (1, DECODE_CONTEXT))
@@ -145,31 +170,20 @@ def bench_prefill_and_decode(parts: set[str], folder: Path, reference: Any) -> I
 
         programs = {f"ours {name}": functools.partial(ours_step, name) for name in models}
         programs |= {f"transformers {name}": functools.partial(peer_step, name) for name in references}
-        yield compare("decode of one token", time_in_turn(programs, rounds=12))
+        timings = time_in_turn(programs, rounds=DECODE_ROUNDS, calls_per_run=DECODE_STEPS)
+        read = {label: decode_bytes(config, jnp.dtype(label.split()[1]).itemsize) / 1e9 for label in labels}
+        yield compare("decode of one token", timings, LeastWork(read, "GB"))
 
 
-def bench_load(folder: Path) -> dict[str, Any]:
-    """Loading the checkpoint against reading its file once."""
-    file = folder / "model.safetensors"
-    buffer = bytearray(1 << 24)
-
-    def read() -> None:
-        with file.open("rb", buffering=0) as stream:
-            while stream.readinto(buffer):
-                pass
-
-    def load_all() -> None:
-        jax.block_until_ready(load(folder, dtype=jnp.bfloat16).parameters)
-
-    timings = time_in_turn({"read": read, "load": load_all}, rounds=3)
-    return {
-        "name": "load of a 1.5 GB checkpoint, over reading its file",
-        "ours_seconds": timings["load"].median,
-        "peer": "read",
-        "peer_seconds": timings["read"].median,
-        "ratio": timings["load"].median / timings["read"].median,
-        "spread": {label: [min(t.runs), max(t.runs)] for label, t in timings.items()},
-    }
+def bench_loading(folder: Path) -> Iterable[dict[str, Any]]:
+    """Loading the checkpoint against reading its file to memory, and against streaming it through one buffer."""
+    found = bench_load.measure(folder, rounds=3, cold=False)
+    for peer, what in (
+        ("read", "reading its file to memory"),
+        ("stream", "streaming its file through a buffer"),
+    ):
+        name = f"load of a {found.nbytes / 1e9:.1f} GB checkpoint, over {what}"
+        yield against_itself(name, found.timings, "load", peer)
 
 
 def bench_compile() -> dict[str, Any]:
@@ -188,17 +202,9 @@ def bench_compile() -> dict[str, Any]:
             parameters, tokens
         ).compile()
 
-    timings = time_in_turn(
-        {"8 layers": lambda: compile_with(8), "64 layers": lambda: compile_with(64)}, rounds=3
-    )
-    return {
-        "name": "compile of 64 layers of the 27B shape, over 8 layers",
-        "ours_seconds": timings["64 layers"].median,
-        "peer": "8 layers",
-        "peer_seconds": timings["8 layers"].median,
-        "ratio": timings["64 layers"].median / timings["8 layers"].median,
-        "spread": {label: [min(t.runs), max(t.runs)] for label, t in timings.items()},
-    }
+    programs = {f"{layers} layers": functools.partial(compile_with, layers) for layers in (8, 64)}
+    name = "compile of 64 layers of the 27B shape, over 8 layers"
+    return against_itself(name, time_in_turn(programs, rounds=3), "64 layers", "8 layers")
 
 
 def bench_rule() -> Iterable[dict[str, Any]]:
@@ -210,7 +216,17 @@ def bench_rule() -> Iterable[dict[str, Any]]:
             "transformers float32": bench_gated_delta_rule.peer(arrays, backward=backward),
         }
         name = "gated delta rule, forward" + (" and backward" if backward else "")
-        yield compare(name, time_in_turn(programs, rounds=5))
+        _, tokens, _, key_dim = arrays[1].shape
+        _, _, value_heads, value_dim = arrays[2].shape
+        # The gradient of a product is two products.
+        flops = (3 if backward else 1) * rule_flops(tokens, value_heads, key_dim, value_dim)
+        least = LeastWork(dict.fromkeys(programs, flops / 1e9), "GFLOP")
+        yield compare(name, time_in_turn(programs, rounds=5), least)
+
+
+def config_of(name: str) -> ModelConfig:
+    """The config of that published name, or in that file."""
+    return ModelConfig.from_hf(Path(name)) if name.endswith(".json") else published(name)
 
 
 PARTS = ("prefill", "decode", "rule", "load", "compile")
@@ -221,45 +237,41 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure")
+    parser.add_argument(
+        "--config",
+        type=config_of,
+        default="Qwen/Qwen3.5-0.8B",
+        help="shape of the model of prefill, decode and load: a published name or a config.json file",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args()
     parts = set(arguments.parts)
 
     results: list[dict[str, Any]] = []
 
-    def record(result: dict[str, Any]) -> None:
-        results.append(result)
-        if not arguments.json:
-            print(
-                f"{result['name']}: {result.get('ours', 'ours')} {result['ours_seconds']:.3f} s, "
-                f"{result['peer']} {result['peer_seconds']:.3f} s, ratio {result['ratio']:.2f}",
-                flush=True,
-            )
-            for label, (least, most) in result["spread"].items():
-                print(f"    {label}: {least:.3f} to {most:.3f} s")
+    def record(found: Iterable[dict[str, Any]]) -> None:
+        for result in found:
+            results.append(result)
+            if not arguments.json:
+                print(described(result), flush=True)
 
+    here = machine()
+    if not arguments.json:
+        print(machine_line(here), flush=True)
     if parts & {"prefill", "decode", "load"}:
         with tempfile.TemporaryDirectory() as temporary:
-            reference = write_random_checkpoint(Path(temporary))
+            folder = Path(temporary)
+            reference = write_random_checkpoint(folder, arguments.config)
             if "load" in parts:
-                record(bench_load(Path(temporary)))
-            for result in bench_prefill_and_decode(parts, Path(temporary), reference):
-                record(result)
+                record(bench_loading(folder))
+            if parts & {"prefill", "decode"}:
+                record(bench_prefill_and_decode(parts, folder, reference))
     if "rule" in parts:
-        for result in bench_rule():
-            record(result)
+        record(bench_rule())
     if "compile" in parts:
-        record(bench_compile())
+        record([bench_compile()])
     if arguments.json:
-        print(
-            json.dumps(
-                {
-                    "device": jax.devices()[0].device_kind,
-                    "versions": {"jax": jax.__version__},
-                    "results": results,
-                }
-            )
-        )
+        print(json.dumps({**here, "results": results}))
 
 
 if __name__ == "__main__":

@@ -3,8 +3,9 @@
     python scripts/bench_gated_delta_rule.py [--shape train] [--method recurrent] [--repeats 5] [--json]
 
 Both sides get the same float32 numbers, already normalised, and both may use all cores (`--threads` sets torch's).
-Calls alternate, ours and theirs, so that a busy machine slows both. "ratio" is their median time over ours; "spread" is
-the range of the ratios of neighbouring calls. With `--without-peer` torch and transformers need not be installed.
+Calls alternate, ours and theirs with a rest between, so that a busy machine slows both. "ratio" is their median time
+over ours; "spread" is the range of the ratios of neighbouring calls. With `--without-peer` torch and
+transformers need not be installed.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
-import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from bench_timing import machine, machine_line, time_in_turn
 
 from qwen35_jax.ops.gated_delta_rule import gated_delta_rule
 
@@ -77,21 +78,13 @@ def peer(arrays: list[np.ndarray], *, backward: bool) -> Callable[[], object]:
     return call
 
 
-def seconds(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
 def measure(our_call: Callable[[], object], peer_call: Callable[[], object] | None, repeats: int) -> dict:
-    calls = [our_call] + ([peer_call] if peer_call else [])
-    for call in calls:  # compiles, and touches the memory once
-        call()
-    times = [[seconds(call) for call in calls] for _ in range(repeats)]
-    result = {"ours_seconds": statistics.median(row[0] for row in times)}
+    calls = {"ours": our_call} | ({"peer": peer_call} if peer_call else {})
+    timings = time_in_turn(calls, rounds=repeats)
+    result: dict[str, Any] = {f"{name}_seconds": timing.median for name, timing in timings.items()}
     if peer_call:
-        ratios = [row[1] / row[0] for row in times]
-        result["peer_seconds"] = statistics.median(row[1] for row in times)
+        ours, theirs = timings["ours"].runs, timings["peer"].runs
+        ratios = [peer / our for our, peer in zip(ours, theirs, strict=True)]
         result["ratio"] = result["peer_seconds"] / result["ours_seconds"]
         result["spread"] = [min(ratios), max(ratios)]
     return result
@@ -109,13 +102,13 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
 
-    versions = {"jax": jax.__version__}
     if not options.without_peer:
         import torch
-        import transformers
 
         torch.set_num_threads(options.threads)
-        versions |= {"torch": torch.__version__, "transformers": transformers.__version__}
+    here = machine()
+    if not options.json:
+        print(machine_line(here), flush=True)
 
     results = []
     for shape in options.shape or SHAPES:
@@ -135,8 +128,7 @@ def main() -> None:
                     line += f"  ratio {result['ratio']:6.2f}  ({low:.2f} to {high:.2f})"
                 print(line, flush=True)
     if options.json:
-        device = f"{jax.devices()[0].device_kind}, {os.cpu_count()} cores"
-        print(json.dumps({"device": device, "versions": versions, "results": results}))
+        print(json.dumps({**here, "results": results}))
 
 
 if __name__ == "__main__":

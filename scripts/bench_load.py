@@ -9,6 +9,7 @@ By default a checkpoint of the 0.8B shape with random weights (1.5 GB) is writte
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import statistics
@@ -17,11 +18,11 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 import ml_dtypes
 import numpy as np
+from bench_timing import Timing, machine
 
 from qwen35_jax.checkpoint.export import without_mtp
 from qwen35_jax.checkpoint.hf import load_hf
@@ -64,8 +65,26 @@ def write_random(folder: Path, config_file: Path) -> Path:
     return folder
 
 
-def measure(folder: Path, *, rounds: int, cold: bool) -> dict[str, Any]:
-    """Seconds to read and to load, in turns, so that both see the machine in the same state."""
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """Seconds to `read`, `stream` and `load` files of so many bytes."""
+
+    nbytes: int
+    timings: dict[str, Timing]
+
+    @property
+    def ratios(self) -> list[float]:
+        """Loading over reading, round by round."""
+        load, read = self.timings["load"].runs, self.timings["read"].runs
+        return [ours / theirs for ours, theirs in zip(load, read, strict=True)]
+
+    @property
+    def ratio_to_stream(self) -> float:
+        return self.timings["load"].median / self.timings["stream"].median
+
+
+def measure(folder: Path, *, rounds: int, cold: bool) -> Measured:
+    """Times reading and loading in turns, so that both see the machine in the same state."""
     weights = open_weight_files(folder)
     files = [folder / name for name in weights.files]
 
@@ -91,16 +110,7 @@ def measure(folder: Path, *, rounds: int, cold: bool) -> dict[str, Any]:
             if cold:
                 forget(files)
             seconds[name].append(timed(task))
-    ratios = [load / read for load, read in zip(seconds["load"], seconds["read"], strict=True)]
-    medians = {f"{name}_seconds": statistics.median(found) for name, found in seconds.items()}
-    return {
-        "bytes": weights.nbytes,
-        "cold": cold,
-        **medians,
-        "ratio": statistics.median(ratios),
-        "spread": [min(ratios), max(ratios)],
-        "ratio_to_stream": medians["load_seconds"] / medians["stream_seconds"],
-    }
+    return Measured(weights.nbytes, {name: Timing(tuple(runs)) for name, runs in seconds.items()})
 
 
 def timed(task: Callable[[], object]) -> float:
@@ -120,17 +130,18 @@ def forget(files: list[Path]) -> None:
         os.close(handle)
 
 
-def report(args: argparse.Namespace, found: dict[str, Any]) -> None:
+def report(args: argparse.Namespace, found: Measured) -> None:
+    ratio, spread = statistics.median(found.ratios), (min(found.ratios), max(found.ratios))
+    read, load, stream = (found.timings[name].median for name in ("read", "load", "stream"))
     if args.json:
-        print(json.dumps(found))
+        result = {"bytes": found.nbytes, "cold": args.cold, "ratio": ratio, "spread": spread}
+        result |= {f"{name}_seconds": timing.median for name, timing in found.timings.items()}
+        print(json.dumps({**machine(), **result, "ratio_to_stream": found.ratio_to_stream}))
         return
-    low, high = found["spread"]
-    print(f"checkpoint of {found['bytes'] / 1e9:.2f} GB, {'cold' if args.cold else 'warm'} page cache")
-    print(f"read {found['read_seconds']:.2f} s, load {found['load_seconds']:.2f} s")
-    print(f"ratio {found['ratio']:.2f} (from {low:.2f} to {high:.2f} in {args.rounds} rounds)")
-    print(
-        f"streamed through one buffer {found['stream_seconds']:.2f} s, ratio {found['ratio_to_stream']:.2f}"
-    )
+    print(f"checkpoint of {found.nbytes / 1e9:.2f} GB, {'cold' if args.cold else 'warm'} page cache")
+    print(f"read {read:.2f} s, load {load:.2f} s")
+    print(f"ratio {ratio:.2f} (from {spread[0]:.2f} to {spread[1]:.2f} in {args.rounds} rounds)")
+    print(f"streamed through one buffer {stream:.2f} s, ratio {found.ratio_to_stream:.2f}")
 
 
 if __name__ == "__main__":
