@@ -109,7 +109,7 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
 FIND = """
 import sys
 from qwen35_jax.checkpoint.hf import open_hf
-from qwen35_jax.checkpoint.source import find_model
+from qwen35_jax.checkpoint.model_name import find_model
 from qwen35_jax.errors import CheckpointError
 try:
     folder = find_model(sys.argv[1])
@@ -148,7 +148,7 @@ def test_model_is_downloaded_once_and_then_found_offline(hub: Hub, tmp_path: Pat
 
 def test_model_that_cannot_be_had_is_refused_with_the_reason(hub: Hub, tmp_path: Path) -> None:
     unknown = find("someone/else", tmp_path / "home", HF_ENDPOINT=hub.url)
-    assert unknown.startswith("refused: no local folder 'someone/else'")
+    assert unknown.startswith("refused: 'someone/else': no such file or folder, and as a hub id: ")
     assert f"on {hub.url}: no such model" in unknown
     offline = find(MODEL, tmp_path / "home", HF_ENDPOINT=hub.url, HF_HUB_OFFLINE="1")
     assert "is not in the local cache, and HF_HUB_OFFLINE is set" in offline

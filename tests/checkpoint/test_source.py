@@ -1,4 +1,4 @@
-"""What `--model` may be, and the one line for everything else."""
+"""From a model's name to one that runs, whatever its layout on disk."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import pytest
 from flax import nnx
 
 from qwen35_jax.checkpoint import load
-from qwen35_jax.checkpoint import source as source_module
 from qwen35_jax.checkpoint.orbax import convert_to_orbax
-from qwen35_jax.checkpoint.source import convert, export, find_model
+from qwen35_jax.checkpoint.source import convert, export
 from qwen35_jax.errors import CheckpointError
 from qwen35_jax.model import forward
 from tests.checkpoint.tiny_checkpoint import (
@@ -62,33 +61,11 @@ def test_auto_computes_in_the_checkpoints_own_dtype(tmp_path: Path, stored: str,
     assert dtypes(dtype="auto", parameter_dtype="float32") == ("float32", "float32")
 
 
-@pytest.mark.parametrize("source", ["no_such_model", "/no/such/folder", "a/b/c", "", "./here"])
-def test_wrong_path_says_what_was_looked_for(source: str) -> None:
-    with pytest.raises(CheckpointError, match=r"no such folder, and neither a hub id .* nor 'nano'"):
-        find_model(source)
-
-
-def test_file_in_place_of_a_folder_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").touch()
-    with pytest.raises(CheckpointError, match="is a file; give the folder"):
-        find_model(tmp_path / "model.safetensors")
-
-
 def test_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"holds no model: expected config\.json with model\.safetensors"
     ):
         load(tmp_path, dtype="float32")
-
-
-def test_installation_without_the_built_in_model_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(source_module.importlib.resources, "files", lambda package: tmp_path)
-    with pytest.raises(CheckpointError, match="built-in model is not part of this installation"):
-        find_model("nano")
-    write_checkpoint(tmp_path / "nano")
-    assert find_model("nano") == tmp_path / "nano"
 
 
 def test_destination_in_use_is_refused_before_the_source_is_looked_at(tmp_path: Path) -> None:

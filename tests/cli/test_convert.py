@@ -49,7 +49,7 @@ def test_bad_input_is_one_line_and_status_2(
     for source, complaint in {
         "cut": "is truncated",
         "empty": "config.json",
-        "absent": "no such folder",
+        "absent": "no such file or folder",
     }.items():
         assert main([command, str(tmp_path / source), str(tmp_path / "out")]) == 2
         told = capsys.readouterr()

@@ -181,7 +181,7 @@ def test_a_chat_template_that_is_not_utf_8_is_one_line(
 
 
 def test_wrong_model_path_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert "no such folder" in refusal(capsys, "--model", str(tmp_path / "nowhere"), "--prompt", "Hi")
+    assert "no such file or folder" in refusal(capsys, "--model", str(tmp_path / "nowhere"), "--prompt", "Hi")
 
 
 def test_folder_without_tokenizer_is_one_line(capsys: pytest.CaptureFixture[str], copy: Path) -> None:

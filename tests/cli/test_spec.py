@@ -102,9 +102,10 @@ def test_tables_fit_the_terminal_and_cut_nothing(capsys, monkeypatch, tmp_path, 
     [
         (
             "Qwen3.8-27",
-            "Qwen3.8-27: no such file or folder, and no published model of the name 'Qwen3.8-27';",
+            "'Qwen3.8-27': no such file or folder, and neither 'nano' nor a hub id (like Qwen/Qwen3.5-0.8B); "
+            "no published model of the name 'Qwen3.8-27';",
         ),
-        ("./nowhere/at/all", "./nowhere/at/all: no such file or folder"),
+        ("./nowhere/at/all", "'./nowhere/at/all': no such file or folder"),
         ("", "no published model of the name ''"),
     ],
 )
@@ -123,13 +124,13 @@ def test_a_folder_without_a_config_is_one_clear_line(capsys, tmp_path):
 
 
 def test_of_a_hub_model_only_the_config_is_downloaded(capsys, monkeypatch, tmp_path):
-    from qwen35_jax.checkpoint import hub
+    from qwen35_jax.checkpoint import model_name
 
     def download(hub_id, *, wanted):
         assert (hub_id, wanted) == ("someone/some-finetune", ["config.json"])
         return tmp_path
 
-    monkeypatch.setattr(hub, "download", download)
+    monkeypatch.setattr(model_name, "download", download)
     (tmp_path / "config.json").write_text(json.dumps(flat()))
     told = json.loads(spec(capsys, "someone/some-finetune", "--json"))
     assert (told["name"], told["model_type"]) == ("someone/some-finetune", "qwen3_5_text")
@@ -143,6 +144,6 @@ def test_a_hub_id_is_looked_up_where_the_environment_says(capsys, monkeypatch, t
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     assert cli.main(["spec", "someone/some-finetune"]) == 2
     err = capsys.readouterr().err
-    assert err.startswith("qwen35: error: 'someone/some-finetune' on http")
+    assert err.startswith("qwen35: error: 'someone/some-finetune': no such file or folder, and as a hub id: ")
     assert "HF_HUB_OFFLINE" in err
     assert err.count("\n") == 1

@@ -1,9 +1,8 @@
-"""What a `--model` argument may be, and how it becomes a model that runs."""
+"""From the name of a model to one that runs, and from one layout on disk to the other."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.resources
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,15 +14,13 @@ from jax.typing import DTypeLike
 
 from qwen35_jax.checkpoint.export import export_hf
 from qwen35_jax.checkpoint.hf import load_hf
-from qwen35_jax.checkpoint.hub import download, is_hub_id
 from qwen35_jax.checkpoint.index import has_weights
+from qwen35_jax.checkpoint.model_name import find_model
 from qwen35_jax.checkpoint.progress import Progress, quiet
 from qwen35_jax.checkpoint.staging import check_destination
 from qwen35_jax.config import ModelConfig
 from qwen35_jax.errors import CheckpointError
 from qwen35_jax.model import Parameters, abstract_model
-
-BUILT_IN = "nano"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,38 +38,6 @@ class LoadedModel:
     graphdef: nnx.GraphDef
     parameters: Parameters
     folder: Path
-
-
-def find_model(source: str | Path) -> Path:
-    """The local folder of a model, downloaded if need be.
-
-    Args:
-        source: a folder in Hugging Face or Orbax layout, a hub id, or "nano" for the built-in model.
-
-    Raises:
-        CheckpointError: it is none of these, or the download failed.
-    """
-    text = str(source)
-    if text == BUILT_IN:
-        folder = Path(str(importlib.resources.files("qwen35_jax") / BUILT_IN))
-        if not has_weights(folder):
-            raise CheckpointError(
-                "'nano': the built-in model is not part of this installation; install it again"
-            )
-        return folder
-    path = Path(text).expanduser()
-    if text and path.is_dir():
-        return path
-    if text and path.exists():
-        raise CheckpointError(f"'{text}': is a file; give the folder that holds config.json and the weights")
-    if not is_hub_id(text):
-        raise CheckpointError(
-            f"'{text}': no such folder, and neither a hub id (like Qwen/Qwen3.5-0.8B) nor 'nano'"
-        )
-    try:
-        return download(text)
-    except CheckpointError as error:
-        raise CheckpointError(f"no local folder '{text}', and as a hub id: {error}") from error
 
 
 def load(

@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
 
     # From here on JAX is loaded. What is cheap to check is checked before the weights are read.
     from qwen35_jax.checkpoint import load
-    from qwen35_jax.checkpoint.source import find_model
+    from qwen35_jax.checkpoint.model_name import find_model
     from qwen35_jax.config import ModelConfig
     from qwen35_jax.inference.compilation_cache import enable_compilation_cache
     from qwen35_jax.inference.generation import check_prompts, generate

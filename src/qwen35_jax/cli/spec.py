@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from importlib import resources
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from qwen35_jax.checkpoint.model_name import find_config
 from qwen35_jax.cli.options import add_dtype_option, add_json_option
-from qwen35_jax.config import ModelConfig, published
-from qwen35_jax.errors import ConfigError
 from qwen35_jax.layer_groups import layer_groups
 from qwen35_jax.spec import Node, Specification, specify
 from qwen35_jax.spec.tensors import VISION_PREFIX, text_prefix
@@ -61,29 +58,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         print_specification(Console(), args.name, dtype, specification)
     return 0
-
-
-def find_config(name: str) -> ModelConfig:
-    """The configuration that a name on the command line means: a path before a published name before the hub.
-
-    Raises:
-        ConfigError: there is none, or it is not valid.
-        CheckpointError: the hub did not give it.
-    """
-    if name and Path(name).exists():
-        return ModelConfig.from_hf(name)
-    if name == "nano":
-        with resources.as_file(resources.files("qwen35_jax") / "nano" / "config.json") as path:
-            return ModelConfig.from_hf(path)
-    try:
-        return published(name)
-    except ConfigError as error:
-        # Imported late: most calls need neither the hub nor JAX.
-        from qwen35_jax.checkpoint.hub import download, is_hub_id
-
-        if is_hub_id(name):
-            return ModelConfig.from_hf(download(name, wanted=["config.json"]))
-        raise ConfigError(f"{name}: no such file or folder, and {error}") from None
 
 
 def print_specification(console: Console, name: str, dtype: str, specification: Specification) -> None:

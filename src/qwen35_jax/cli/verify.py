@@ -8,10 +8,8 @@ import math
 import sys
 from typing import TYPE_CHECKING
 
-from qwen35_jax.checkpoint.source import find_model
+from qwen35_jax.checkpoint.model_name import find_config, find_model
 from qwen35_jax.cli.options import DTYPES, add_json_option
-from qwen35_jax.config import ModelConfig, published
-from qwen35_jax.errors import ConfigError
 from qwen35_jax.verify import require_reference
 from qwen35_jax.verify.report import BOUNDS, Bounds, Report
 
@@ -82,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     default = BOUNDS[args.dtype]
     bounds = Bounds(args.bound or default.node, args.end_to_end_bound or default.end_to_end)
     if args.reduced:
-        config = _config_of(args.model)
+        config = find_config(args.model)
         report = verify_reduced(config, dtype=args.dtype, bounds=bounds, draws=args.draws, progress=_log)
     else:
         folder = find_model(args.model)
@@ -94,14 +92,6 @@ def run(args: argparse.Namespace) -> int:
 
         print_report(Console(), args.model, report)
     return 0 if report.passed else FAILED
-
-
-def _config_of(model: str) -> ModelConfig:
-    """A published name before anything that needs files."""
-    try:
-        return published(model)
-    except ConfigError:
-        return ModelConfig.from_hf(find_model(model))
 
 
 def print_report(console: Console, model: str, report: Report) -> None:
