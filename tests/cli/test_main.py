@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from qwen35_jax.cli import main as cli
@@ -116,6 +117,37 @@ def test_system_errors_name_the_file(command, capsys):
     command(raises(PermissionError(13, "Permission denied", "/some/folder")))
     assert cli.main(["probe"]) == 2
     assert capsys.readouterr().err == "qwen35: error: [Errno 13] Permission denied: '/some/folder'\n"
+
+
+ENORMOUS = 2**55
+
+
+@pytest.mark.parametrize(
+    ("where", "allocate"),
+    [
+        ("device", lambda args: jnp.zeros(ENORMOUS, jnp.int8)),
+        ("computer", lambda args: np.zeros(ENORMOUS, np.int8)),
+    ],
+)
+def test_too_little_memory_is_one_line_that_says_what_to_do(command, capsys, where, allocate):
+    command(allocate)
+    assert cli.main(["probe"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"qwen35: error: the {where} has too little memory (")
+    assert "shorter prompt" in err
+    assert "--dtype bfloat16" in err
+    assert "smaller model" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "error", [jax.errors.JaxRuntimeError("INTERNAL: broken"), RuntimeError("RESOURCE_EXHAUSTED: not JAX's")]
+)
+def test_other_errors_of_the_device_keep_their_traceback(command, error):
+    command(raises(error))
+    with pytest.raises(RuntimeError, match=str(error)):
+        cli.main(["probe"])
 
 
 def test_other_errors_are_bugs_and_keep_their_traceback(command):

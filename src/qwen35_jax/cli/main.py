@@ -3,8 +3,8 @@
 Every command is a module of this package with `HELP: str`, `configure(parser)` and `run(args) -> int`,
 imported only when it is asked for, so that `qwen35 --help` does not wait for JAX.
 
-Exit status: 0 done, 1 a check did not hold (`verify`), 2 bad usage or input, 130 interrupted,
-141 the reader of standard output went away.
+Exit status: 0 done, 1 a check did not hold (`verify`), 2 bad usage or input or too little memory,
+130 interrupted, 141 the reader of standard output went away.
 """
 
 from __future__ import annotations
@@ -65,6 +65,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Python flushes standard output once more on its way out: give it somewhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OUTPUT_CLOSED
+    except MemoryError as error:
+        return _fail(_out_of_memory("the computer", error))
+    except RuntimeError as error:
+        if not _is_out_of_device_memory(error):
+            raise
+        return _fail(_out_of_memory("the device", error))
     except OSError as error:
         # A full disk, a missing permission: the system's own words name the file.
         return _fail(str(error))
@@ -98,6 +104,26 @@ def _load(name: str) -> ModuleType:
 def _fail(message: str) -> int:
     sys.stderr.write(f"qwen35: error: {' '.join(message.split())}\n")
     return USAGE_ERROR
+
+
+def _is_out_of_device_memory(error: RuntimeError) -> bool:
+    # By name: JAX is imported by the commands that need it, and not for this question.
+    jax_errors = sys.modules.get("jax.errors")
+    return (
+        jax_errors is not None
+        and isinstance(error, jax_errors.JaxRuntimeError)
+        and "RESOURCE_EXHAUSTED" in str(error)
+    )
+
+
+def _out_of_memory(where: str, error: Exception) -> str:
+    detail = str(error).strip().partition("\n")[0].removeprefix("RESOURCE_EXHAUSTED: ").rstrip(".")
+    return (
+        f"{where} has too little memory"
+        + (f" ({detail})" if detail else "")
+        + ": give a shorter prompt or ask for"
+        " fewer tokens, use --dtype bfloat16, or take a smaller model"
+    )
 
 
 def _unknown(name: str) -> str:
