@@ -6,29 +6,10 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from qwen35_jax.config import TextConfig
 from qwen35_jax.layer_groups import LayerGroup, layer_groups, layer_locations, shortest_grouping
+from tests.small_text_model import FULL, LINEAR, small_config
 
-LINEAR, FULL = "linear_attention", "full_attention"
 MOTIF = (LINEAR, LINEAR, LINEAR, FULL)
-
-
-def config(layer_types, *, unroll_layers=False):
-    return TextConfig(
-        vocab_size=97,
-        hidden_size=48,
-        intermediate_size=80,
-        num_hidden_layers=len(layer_types),
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=32,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=16,
-        linear_value_head_dim=12,
-        layer_types=layer_types,
-        unroll_layers=unroll_layers,
-    )
 
 
 @pytest.mark.parametrize("motifs", [2, 6, 16])
@@ -52,7 +33,7 @@ def test_groups_written_out_give_the_layers_back(kinds):
 @pytest.mark.parametrize("unroll", [False, True])
 def test_every_layer_has_a_location_that_holds_its_kind(unroll):
     layer_types = MOTIF * 2 + (FULL, LINEAR)
-    model = config(layer_types, unroll_layers=unroll)
+    model = small_config(layer_types, unroll_layers=unroll).text
     groups = layer_groups(model)
     locations = list(layer_locations(model))
     assert len(set(locations)) == len(layer_types)
@@ -62,7 +43,7 @@ def test_every_layer_has_a_location_that_holds_its_kind(unroll):
 
 
 def test_unrolled_layers_are_one_pattern_run_once():
-    stacked = config(MOTIF * 4)
+    stacked = small_config(MOTIF * 4).text
     unrolled = dataclasses.replace(stacked, unroll_layers=True)
     assert layer_groups(unrolled) == (LayerGroup(MOTIF * 4, 1),)
 

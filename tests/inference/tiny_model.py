@@ -13,9 +13,10 @@ import tokenizers
 from flax import nnx
 from tokenizers import decoders, models, pre_tokenizers
 
-from qwen35_jax.config import ModelConfig, RopeConfig, TextConfig
+from qwen35_jax.config import ModelConfig
 from qwen35_jax.inference.tokenizer import Tokenizer
 from qwen35_jax.model import abstract_model
+from tests.small_text_model import FULL, LINEAR, small_config
 
 VOCABULARY = 97
 CONTEXT = 700
@@ -32,27 +33,17 @@ class TinyModel:
 
 
 def tiny_config() -> ModelConfig:
-    return ModelConfig(
-        text=TextConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=64,
-            intermediate_size=80,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-            linear_num_key_heads=2,
-            linear_num_value_heads=4,
-            linear_key_head_dim=16,
-            linear_value_head_dim=12,
-            layer_types=("linear_attention", "full_attention"),
-            max_position_embeddings=CONTEXT,
-            initializer_range=0.2,
-            rope=RopeConfig(mrope_section=(2, 1, 1)),
-            pad_token_id=9,
-        ),
-        tie_word_embeddings=True,
+    """A model with one layer of each kind and a tied head."""
+    config = small_config(
+        (LINEAR, FULL),
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=80,
+        max_position_embeddings=CONTEXT,
+        initializer_range=0.2,
+        pad_token_id=9,
     )
+    return dataclasses.replace(config, tie_word_embeddings=True)
 
 
 def tiny_model() -> TinyModel:

@@ -7,29 +7,10 @@ from typing import Any
 import torch
 
 from qwen35_jax.verify.reference import ReferenceModel, random_reference
+from scripts.make_golden import CONFIG as GOLDEN_CONFIG
 
 VOCAB = 89
-TEXT: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 28,
-    "intermediate_size": 44,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 24,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 10,
-    "linear_value_head_dim": 6,
-    "max_position_embeddings": 512,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 10_000_000.0,
-        "partial_rotary_factor": 0.25,
-        "mrope_section": [1, 1, 1],
-        "mrope_interleaved": True,
-    },
-}
+TEXT: dict[str, Any] = GOLDEN_CONFIG | {"vocab_size": VOCAB, "hidden_size": 28, "intermediate_size": 44}
 VISION: dict[str, Any] = {
     "depth": 2,
     "hidden_size": 16,

@@ -11,29 +11,20 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
-from qwen35_jax.config import ModelConfig, RopeConfig, TextConfig
 from qwen35_jax.errors import ConfigError
 from qwen35_jax.model import abstract_model
 from qwen35_jax.sharding import parameter_axes, shardings
 from qwen35_jax.sharding.rules import LogicalAxes
+from tests.small_text_model import FULL, LINEAR, small_config
 
-PATTERN = ("linear_attention", "linear_attention", "linear_attention", "full_attention")
-CONFIG = ModelConfig(
-    TextConfig(
-        vocab_size=104,
-        hidden_size=48,
-        intermediate_size=80,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=32,
-        linear_num_key_heads=4,
-        linear_num_value_heads=8,
-        linear_key_head_dim=16,
-        linear_value_head_dim=12,
-        layer_types=PATTERN,
-        rope=RopeConfig(mrope_section=(2, 1, 1)),
-    )
+# All heads divide over four devices.
+CONFIG = small_config(
+    (LINEAR, LINEAR, LINEAR, FULL),
+    vocab_size=104,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    linear_num_key_heads=4,
+    linear_num_value_heads=8,
 )
 
 
