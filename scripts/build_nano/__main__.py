@@ -11,10 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import pathlib
-import queue
-import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -26,6 +23,7 @@ from qwen35_jax.config import ModelConfig
 from qwen35_jax.model import init_model
 from scripts.build_nano.architecture import hf_config
 from scripts.build_nano.corpus import Batch, Corpus
+from scripts.build_nano.drawn_ahead import drawn_ahead
 from scripts.build_nano.evaluation import Evaluator
 from scripts.build_nano.export import bfloat16_rounded, export
 from scripts.build_nano.initialization import mimetic
@@ -67,7 +65,13 @@ def main() -> None:
         log.flush()
 
     note(parameters=sum(leaf.size for leaf in jax.tree.leaves(parameters)), first_step=first)
-    for step, batch in _batches(corpus, first, arguments.steps):
+
+    def draw(step: int) -> Batch:
+        return corpus.batch(
+            SEED, step, rows=SCHEDULE.rows, length=SCHEDULE.length, progress=SCHEDULE.progress(step)
+        )
+
+    for step, batch in drawn_ahead(draw, range(first, arguments.steps)):
         parameters, optimizer_state, measures = train_step(
             graphdef, SCHEDULE, *state, batch.tokens, batch.segment_ids, batch.weights
         )
@@ -106,22 +110,6 @@ def _tokenizer(work: pathlib.Path, corpus: Corpus) -> Tokenizer:
     if not path.exists():
         train_tokenizer(corpus.texts(SEED, TOKENIZER_TEXTS)).save(str(path))
     return Tokenizer.from_file(str(path))
-
-
-def _batches(corpus: Corpus, first: int, steps: int) -> Iterator[tuple[int, Batch]]:
-    """Batches of the steps to come, drawn ahead in a thread."""
-    ready: queue.Queue[tuple[int, Batch]] = queue.Queue(maxsize=4)
-
-    def draw() -> None:
-        for step in range(first, steps):
-            batch = corpus.batch(
-                SEED, step, rows=SCHEDULE.rows, length=SCHEDULE.length, progress=SCHEDULE.progress(step)
-            )
-            ready.put((step, batch))
-
-    threading.Thread(target=draw, daemon=True).start()
-    for _ in range(first, steps):
-        yield ready.get()
 
 
 def _save(path: pathlib.Path, step: int, state: Any) -> None:
