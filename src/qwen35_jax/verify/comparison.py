@@ -41,6 +41,7 @@ from qwen35_jax.verify.reference import (
     random_reference,
     write_checkpoint,
 )
+from qwen35_jax.verify.relative_error import relative_error
 from qwen35_jax.verify.report import Errors, note_worst
 
 BATCH = 2
@@ -54,7 +55,8 @@ CUTS: dict[int, tuple[tuple[int, ...], ...]] = {
 }
 CAPACITY = max(CUTS) + DECODED
 
-Progress = Callable[[str], None]
+Announce = Callable[[str], None]
+"""Told in a few words what begins."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +106,7 @@ def compare(
     *,
     seed: int,
     lengths: Sequence[int] = tuple(CUTS),
-    progress: Progress = lambda line: None,
+    progress: Announce = lambda line: None,
 ) -> Errors:
     """Compare a pair of models over random tokens.
 
@@ -142,10 +144,10 @@ def _compare_sequence(pair: Pair, tokens: np.ndarray, pieces: Sequence[int]) -> 
         else:
             phase = "decode"
             logits, cache = decode_step(pair.graphdef, pair.parameters, ids[:, 0], cache)
-        note_worst(errors.end_to_end, phase, _relative_error(logits, record.logits[:, -1]))
+        note_worst(errors.end_to_end, phase, _error(logits, record.logits[:, -1]))
         if phase == "prefill":
             logits = _forward(pair.graphdef, pair.parameters, ids)
-            note_worst(errors.end_to_end, "forward", _relative_error(logits, record.logits))
+            note_worst(errors.end_to_end, "forward", _error(logits, record.logits))
         start += size
     assert record is not None
     note_worst(errors.end_to_end, "cache", _cache_error(pair.config, cache, record))
@@ -212,14 +214,9 @@ def _cache_error(config: ModelConfig, cache: Cache, record: CallRecord) -> float
             used = key.shape[1]
             pairs = [(layer.key[:, :, :used], key), (layer.value[:, :, :used], value)]
         for ours, theirs in pairs:
-            worst = float(np.maximum(worst, _relative_error(ours[at.repeat], theirs)))
+            worst = float(np.maximum(worst, _error(ours[at.repeat], theirs)))
     return worst
 
 
-def _relative_error(ours: Any, reference: np.ndarray) -> float:
-    """As `nodes.relative_error`, on the host: an eager JAX operation would be compiled for every shape."""
-    ours = np.asarray(ours, np.float64)
-    if ours.shape != reference.shape:
-        raise ValueError(f"shape: found {ours.shape}, the reference has {reference.shape}")
-    scale = np.abs(reference).max()
-    return float(np.abs(ours - reference).max() / (scale if scale > 0 else 1.0))
+def _error(ours: Any, reference: np.ndarray) -> float:
+    return float(relative_error([np.asarray(ours)], [reference], library=np))

@@ -7,7 +7,7 @@ differ only in their parameters, which stay stacked and are picked by an index.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -21,9 +21,10 @@ from qwen35_jax.config import LayerKind, TextConfig
 from qwen35_jax.nn.context import TokenContext
 from qwen35_jax.nn.decoder import DecoderLayer
 from qwen35_jax.nn.parameter import compute_dtype_for_state
+from qwen35_jax.verify.relative_error import relative_error
 
 Record = Mapping[str, Any]
-Errors = dict[str, Float[Array, ""]]
+NodeErrors = dict[str, Float[Array, ""]]
 
 # Kept in float32 (float64 in a float64 model) between calls, so they reach our modules in that dtype.
 STATE_VALUES = ("state", "cos", "sin")
@@ -53,25 +54,6 @@ NODES = (
 )
 
 
-def relative_error(ours: Sequence[Array], reference: Sequence[Array]) -> Float[Array, ""]:
-    """Largest absolute difference over the largest absolute reference value of each array; of these, the worst.
-
-    Where the reference is all zeros (or there are no values at all) it is the largest difference itself.
-    NaN on either side gives NaN.
-
-    Raises:
-        ValueError: the shapes differ, so that broadcasting would compare other values than meant.
-    """
-    worst = jnp.zeros((), compute_dtype_for_state(ours[0].dtype))
-    for our, their in zip(ours, reference, strict=True):
-        if our.shape != their.shape:
-            raise ValueError(f"shape: found {our.shape}, the reference has {their.shape}")
-        difference = jnp.max(jnp.abs(our.astype(worst.dtype) - their.astype(worst.dtype)), initial=0)
-        scale = jnp.max(jnp.abs(their.astype(worst.dtype)), initial=0)
-        worst = jnp.maximum(worst, difference / jnp.where(scale == 0, 1, scale))
-    return worst
-
-
 def layer_graphdef(config: TextConfig, kind: LayerKind) -> nnx.GraphDef:
     """Graph definition of one decoder layer, to be merged with its slice of the stacked parameters."""
     layer = DecoderLayer(config, kind, parameter_dtype=jnp.float32, keys=None)
@@ -95,7 +77,7 @@ def layer_errors(
     past_lengths: Int[Array, " batch"],
     *,
     dtype: jnp.dtype,
-) -> Errors:
+) -> NodeErrors:
     """Relative error of every node of one decoder layer, each fed with the reference's inputs.
 
     Args:
@@ -134,7 +116,7 @@ def layer_errors(
 
 def _delta_net_errors(
     mixer: Any, inputs: dict[str, Array], record: Record, past_lengths: Int[Array, " batch"]
-) -> tuple[Errors, DeltaNetCache, TokenContext]:
+) -> tuple[NodeErrors, DeltaNetCache, TokenContext]:
     def of(*names: str) -> list[Array]:
         return [inputs[name] for name in names]
 
@@ -165,7 +147,7 @@ def _delta_net_errors(
 
 def _attention_errors(
     mixer: Any, inputs: dict[str, Array], record: Record, past_lengths: Int[Array, " batch"]
-) -> tuple[Errors, AttentionCache, TokenContext]:
+) -> tuple[NodeErrors, AttentionCache, TokenContext]:
     def of(*names: str) -> list[Array]:
         return [inputs[name] for name in names]
 
@@ -193,7 +175,7 @@ def _attention_errors(
 @functools.partial(jax.jit, static_argnames="graphdef")
 def outside_errors(
     graphdef: nnx.GraphDef, parameters: dict[str, Any], record: Record, positions: Int[Array, "batch time"]
-) -> Errors:
+) -> NodeErrors:
     """Relative error of the nodes outside the layers, and of the rotary phases that the layers receive.
 
     Args:

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from qwen35_jax.config import ModelConfig
 from qwen35_jax.verify.comparison import (
     CUTS,
-    Progress,
+    Announce,
     checkpoint_pair,
     compare,
     random_pair,
@@ -27,7 +27,7 @@ def verify_checkpoint(
     dtype: DTypeLike = jnp.float64,
     bounds: Bounds | None = None,
     lengths: Sequence[int] = tuple(CUTS),
-    progress: Progress = lambda line: None,
+    progress: Announce = lambda line: None,
 ) -> Report:
     """Compare a checkpoint in Hugging Face layout, loaded by both implementations.
 
@@ -50,7 +50,7 @@ def verify_reduced(
     bounds: Bounds | None = None,
     draws: int = 2,
     lengths: Sequence[int] = tuple(CUTS),
-    progress: Progress = lambda line: None,
+    progress: Announce = lambda line: None,
 ) -> Report:
     """Compare random models with the layers and head ratios of `config` and narrow widths.
 
