@@ -275,7 +275,14 @@ def test_an_error_in_a_file_names_the_file(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "no such file"), (b"[1, 2]", "found list at the top"), (b"\xff\xfe", "cannot be read")],
+    [
+        (None, "no such file"),
+        (b"[1, 2]", "found list at the top"),
+        (b"\xff\xfe", "cannot be read"),
+        (b'{"a":' * 100_000, "nested too deep"),
+        (b'{"hidden_size": ' + b"9" * 5000 + b"}", "99999999...: a number of 5000 digits"),
+    ],
+    ids=["no file", "list", "not text", "deep", "long number"],
 )
 def test_what_is_no_json_object_is_refused(tmp_path, content, message):
     path = tmp_path / "config.json"

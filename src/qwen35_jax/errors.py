@@ -2,7 +2,20 @@
 
 
 class Qwen35Error(ValueError):
-    """Base of every error that bad input raises: says what was found, what was expected and what to do."""
+    """Base of every error that bad input raises: says what was found, what was expected and what to do.
+
+    Its text is one line, whatever it quotes: a name in a file from elsewhere may hold line breaks, or sequences that
+    steer a terminal.
+    """
+
+    def __str__(self) -> str:
+        return "".join(map(_printable, super().__str__()))
+
+
+def _printable(character: str) -> str:
+    if character.isprintable():
+        return character
+    return " " if character.isspace() else character.encode("unicode_escape").decode()
 
 
 class ConfigError(Qwen35Error):

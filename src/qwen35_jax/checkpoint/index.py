@@ -11,12 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
 from qwen35_jax.checkpoint.links import check_stays_inside
-from qwen35_jax.checkpoint.safetensors_file import (
-    SafetensorsFile,
-    StoredTensor,
-    json_without_duplicates,
-    open_safetensors,
-)
+from qwen35_jax.checkpoint.safetensors_file import SafetensorsFile, StoredTensor, open_safetensors
+from qwen35_jax.config.json_file import parse_json
 from qwen35_jax.errors import CheckpointError
 
 SINGLE_FILE = "model.safetensors"
@@ -97,7 +93,10 @@ def _open_shards(folder: Path, index: Path) -> WeightFiles:
         text = index.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{index}: cannot be read: {error}") from error
-    parsed = json_without_duplicates(text, what=str(index))
+    try:
+        parsed = parse_json(text)
+    except ValueError as error:
+        raise CheckpointError(f"{index}: {error}; download or write the file again") from None
     weight_map = parsed.get("weight_map") if isinstance(parsed, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: has no weight_map object that names the shard of every tensor")

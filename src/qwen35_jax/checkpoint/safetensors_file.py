@@ -22,6 +22,7 @@ import ml_dtypes
 import numpy as np
 
 from qwen35_jax.checkpoint.progress import Advance
+from qwen35_jax.config.json_file import parse_json
 from qwen35_jax.errors import CheckpointError
 
 DTYPES: Mapping[str, np.dtype] = {
@@ -110,35 +111,6 @@ class SafetensorsFile:
     header: str
 
 
-def json_without_duplicates(text: str, *, what: str) -> object:
-    """Parse JSON from an untrusted file.
-
-    Raises:
-        CheckpointError: not JSON, nested past Python's limit, a number such as NaN, or a key given twice in
-            one object.
-    """
-
-    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        result: dict[str, object] = {}
-        for key, value in pairs:
-            if key in result:
-                raise CheckpointError(f"{what}: the key '{key}' is given twice; the file is malformed")
-            result[key] = value
-        return result
-
-    def refuse_constant(constant: str) -> object:
-        raise CheckpointError(f"{what}: holds {constant}, which is not JSON")
-
-    try:
-        return json.loads(text, object_pairs_hook=unique, parse_constant=refuse_constant)
-    except CheckpointError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{what}: is not valid JSON ({error}); download or write the file again"
-        ) from error
-
-
 def open_safetensors(path: Path) -> SafetensorsFile:
     """Read and check a file's header.
 
@@ -181,8 +153,10 @@ def parse_header(path: Path, header: str, *, data_start: int) -> tuple[list[Stor
     """
     if not header.startswith("{"):
         raise CheckpointError(f"{path}: the header does not start with '{{'; it is not a safetensors file")
-    parsed = json_without_duplicates(header, what=f"{path}: the header")
-    assert isinstance(parsed, dict)  # a JSON text that starts with a brace and parses is an object
+    try:
+        parsed = parse_json(header)  # an object, since it starts with a brace
+    except ValueError as error:
+        raise CheckpointError(f"{path}: the header: {error}; download or write the file again") from None
     metadata = _checked_metadata(path, parsed.pop("__metadata__", {}))
     tensors = [_checked_tensor(path, name, entry, data_start=data_start) for name, entry in parsed.items()]
     return sorted(tensors, key=lambda tensor: (tensor.offset, tensor.nbytes)), metadata

@@ -1,7 +1,7 @@
 """Model configuration: a Hugging Face `config.json` of the Qwen3.5 family as frozen dataclasses."""
 
 from qwen35_jax.config.model import ModelConfig, require_dense_text
-from qwen35_jax.config.published import published, published_names, published_source
+from qwen35_jax.config.published import published, published_names
 from qwen35_jax.config.text import LayerKind, MoEConfig, RopeConfig, TextConfig
 from qwen35_jax.config.vision import VisionConfig
 
@@ -14,6 +14,5 @@ __all__ = [
     "VisionConfig",
     "published",
     "published_names",
-    "published_source",
     "require_dense_text",
 ]

@@ -10,9 +10,11 @@ from qwen35_jax.errors import ConfigError
 
 JsonObject = dict[str, Any]
 
+_MOST_DIGITS = 40
+
 
 def load_json(path: Path) -> JsonObject:
-    """Reads a JSON object, refusing what the standard reader lets pass: a key given twice.
+    """Reads a JSON object; see `parse_json`.
 
     Raises:
         ConfigError: no such file, not readable, not JSON (with line and column), or not an object.
@@ -26,13 +28,9 @@ def load_json(path: Path) -> JsonObject:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read ({error}); expected a JSON text file") from None
     try:
-        data = json.loads(content, object_pairs_hook=_unique_keys)
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"{path}: line {error.lineno}, column {error.colno}: not valid JSON ({error.msg}); correct it"
-        ) from None
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+        data = parse_json(content)
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}; correct it") from None
     if not isinstance(data, dict):
         raise ConfigError(
             f"{path}: found {type(data).__name__} at the top, expected a JSON object; correct the file"
@@ -40,10 +38,35 @@ def load_json(path: Path) -> JsonObject:
     return data
 
 
+def parse_json(text: str) -> Any:
+    """Parses JSON from a file that is not trusted.
+
+    Raises:
+        ValueError: not JSON (with line and column), nested past Python's limit, a number longer than any size, or a
+            key given twice in one object, which the standard reader lets pass.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_unique_keys, parse_int=_whole_number)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"line {error.lineno}, column {error.colno}: not valid JSON ({error.msg})") from None
+    except RecursionError:
+        raise ValueError("not valid JSON (nested too deep)") from None
+
+
 def _unique_keys(pairs: list[tuple[str, Any]]) -> JsonObject:
     entries: JsonObject = {}
     for key, value in pairs:
         if key in entries:
-            raise ConfigError(f"{key}: given twice in one object, expected once; remove one of the two")
+            raise ValueError(f"{key}: given twice in one object, expected once")
         entries[key] = value
     return entries
+
+
+def _whole_number(digits: str) -> int:
+    if (
+        len(digits) > _MOST_DIGITS
+    ):  # thousands of them cost seconds, and Python refuses in words for programmers
+        raise ValueError(
+            f"{digits[:8]}...: a number of {len(digits)} digits, expected at most {_MOST_DIGITS}"
+        )
+    return int(digits)

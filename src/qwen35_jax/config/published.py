@@ -31,11 +31,6 @@ def published_names() -> tuple[str, ...]:
     return tuple(sorted(f"Qwen/{name}" for names, _ in _files() for name in names))
 
 
-def published_source(name: str) -> str:
-    """Where the values of a published architecture come from; raises as `published` does."""
-    return load_json(_file_of(name))["_source"]
-
-
 def _file_of(name: str) -> Path:
     wanted = name.casefold().removeprefix(PUBLISHER)
     for names, path in _files():
