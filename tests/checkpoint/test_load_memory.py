@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -55,7 +58,7 @@ def write_large(folder: Path, *, repeats: int, embed: int, mlp: int, vocab: int)
     )
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    block = np.random.default_rng(0).integers(0x3F00, 0x3F80, size=1 << 22, dtype=np.uint16)
+    block = np.arange(1 << 22, dtype=np.uint16) % 0x80 + 0x3F00
 
     def values(shape: tuple[int, ...]) -> np.ndarray:
         return np.resize(block, shape).view(BFLOAT16)
@@ -68,36 +71,75 @@ def write_large(folder: Path, *, repeats: int, embed: int, mlp: int, vocab: int)
     return sum(tensor.nbytes for tensor in tensors), largest
 
 
-def measure(source: Path, task: str, target: Path) -> dict[str, int]:
+def measure(source: Path, task: str, target: Path = Path()) -> dict[str, int]:
     command = [sys.executable, "-c", MEASURE, str(source), task, str(target)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
 
 
-def check(tmp_path: Path, slack: int, **sizes: int) -> None:
-    source, target = tmp_path / "source", tmp_path / "target"
-    nbytes, largest = write_large(source, **sizes)
-    print(f"checkpoint {nbytes / 1e6:.0f} MB, largest stacked parameter {largest / 1e6:.0f} MB")
-    # What is held at the end, and how much more may be in use on the way. Orbax copies what it has read once more.
-    expected = {
-        "as stored": (nbytes, largest),
-        "float32": (2 * nbytes, 2 * largest),
-        "convert": (0, largest),
-        "restore": (nbytes, 2 * largest + (64 << 20)),
-    }
-    for task, (held, bound) in expected.items():
-        found = measure(source, task, target)
+@dataclasses.dataclass(frozen=True)
+class Large:
+    """A checkpoint, its bytes, and those of its largest stacked parameter."""
+
+    folder: Path
+    nbytes: int
+    largest: int
+
+    def check(self, found: dict[str, int], *, held: int, more: int) -> None:
+        """What is held at the end is exactly as expected, and what more was in use on the way at most so much."""
         extra = found["peak"] - found["held"]
-        print(f"{task}: {found['held'] / 1e6:.0f} MB held, {extra / 1e6:.0f} MB more at the peak")
+        print(f"{found['held'] / 1e6:.0f} MB held, {extra / 1e6:.0f} MB more at the peak")
         assert found["held"] == held
-        assert extra <= bound + slack, (task, extra, bound)
+        assert extra <= more + SLACK
 
 
-def test_b57_peak_memory_is_the_parameters_and_about_one_more(tmp_path: Path) -> None:
-    check(tmp_path, 40 << 20, repeats=5, embed=640, mlp=1280, vocab=12_000)
+SLACK = 40 << 20
+"""Buffers, indices, and what the allocator keeps."""
+SIZES = {
+    "small": {"repeats": 5, "embed": 640, "mlp": 1280, "vocab": 12_000},
+    "a gigabyte": {"repeats": 4, "embed": 1536, "mlp": 6144, "vocab": 48_000},
+}
 
 
-@pytest.mark.slow
-def test_b57_peak_memory_of_a_checkpoint_of_more_than_a_gigabyte(tmp_path: Path) -> None:
-    check(tmp_path, 80 << 20, repeats=6, embed=1536, mlp=6144, vocab=96_000)
+@pytest.fixture(scope="module", params=["small", pytest.param("a gigabyte", marks=pytest.mark.extended)])
+def large(request, tmp_path_factory) -> Iterator[Large]:
+    folder = tmp_path_factory.mktemp("large") / "source"
+    nbytes, largest = write_large(folder, **SIZES[request.param])
+    assert (nbytes > 1e9) == (request.param == "a gigabyte")
+    yield Large(folder, nbytes, largest)
+    shutil.rmtree(folder.parent)  # pytest would keep it, and that of the next two runs
+
+
+@pytest.fixture(scope="module")
+def converted(large: Large) -> tuple[Path, dict[str, int]]:
+    """An Orbax folder, and what making it took."""
+    target = large.folder.with_name("target")
+    return target, measure(large.folder, "convert", target)
+
+
+def test_b57_loading_needs_the_parameters_and_about_one_more(large: Large) -> None:
+    found = measure(large.folder, "as stored")
+    large.check(found, held=large.nbytes, more=large.largest)
+
+
+def test_b57_loading_in_another_dtype_needs_the_parameters_and_about_one_more(large: Large) -> None:
+    found = measure(large.folder, "float32")
+    large.check(found, held=2 * large.nbytes, more=2 * large.largest)
+
+
+def test_b57_conversion_needs_about_one_parameter(
+    request, large: Large, converted: tuple[Path, dict[str, int]]
+) -> None:
+    if large.nbytes > 1e9:
+        reason = "what a commit has written is still held while the next is read"
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
+    large.check(converted[1], held=0, more=large.largest)
+
+
+def test_b57_loading_an_orbax_folder_needs_the_parameters_and_about_two_more(
+    large: Large, converted: tuple[Path, dict[str, int]]
+) -> None:
+    # Orbax copies what it has read once more.
+    found = measure(large.folder, "restore", converted[0])
+    large.check(found, held=large.nbytes, more=2 * large.largest + (64 << 20))
