@@ -130,17 +130,19 @@ def test_b05_b90_a_stopped_row_emits_padding_and_its_cache_is_frozen_while_other
     run = generation._Run(
         tiny, prompts, [GREEDY] * 3, tokenizer=None, stop_ids=(stop_id,), on_token=lambda event: None
     )
-    place = generation._beside(tiny.parameters)
-    cache, logits = jax.device_put(run._empty(), place)
-    rows, sampling, limits = jax.device_put((run._first_rows(), run.sampling, run.limits), place)
+    cache, logits = run._empty()
+    place = run.placement
+    rows, sampling, limits = place.put((run._first_rows(), run.sampling, run.limits))
     for tokens, segment_ids in run._padded_chunks():
-        logits, cache = prefill_chunk(tiny.graphdef, tiny.parameters, cache, logits, tokens, segment_ids)
-    rows, emission = first_token(logits, rows, sampling, limits)
+        logits, cache = prefill_chunk(
+            tiny.graphdef, place, tiny.parameters, cache, logits, tokens, segment_ids
+        )
+    rows, emission = first_token(place, logits, rows, sampling, limits)
     emitted = [emission]
     for step in range(1, 8):
         before = jax.device_get(cache)
         cache, rows, emission = next_token(
-            tiny.graphdef, tiny.parameters, cache, rows, np.ones(3, bool), sampling, limits
+            tiny.graphdef, place, tiny.parameters, cache, rows, np.ones(3, bool), sampling, limits
         )
         emitted.append(emission)
         frozen = [not active for active in emission.emitted]
@@ -208,17 +210,17 @@ def test_ids_without_a_token_are_never_drawn(tiny: TinyModel, ascii_tokenizer: T
 
 def test_b06_a_single_row_padded_on_the_left_gives_the_logits_of_the_unpadded_one(tiny: TinyModel) -> None:
     run = generation._Run(tiny, [prompt(9)], [GREEDY], None, (), lambda event: None)
-    place = generation._beside(tiny.parameters)
     padding = np.random.default_rng(1).integers(1, VOCABULARY, (1, 7))
     results = []
     for tokens, segment_ids in (
         (np.concatenate([[prompt(9)], padding], axis=1), [[1] * 9 + [0] * 7]),
         (np.concatenate([padding, [prompt(9)]], axis=1), [[0] * 7 + [1] * 9]),
     ):
-        cache, logits = jax.device_put(run._empty(), place)
+        cache, logits = run._empty()
         results.append(
             prefill_chunk(
                 tiny.graphdef,
+                run.placement,
                 tiny.parameters,
                 cache,
                 logits,

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
+from qwen35_jax.cache import init_cache
 from qwen35_jax.errors import ConfigError
 from qwen35_jax.model import abstract_model
-from qwen35_jax.sharding import parameter_axes, shardings
+from qwen35_jax.sharding import cache_shardings, parameter_axes, shardings
 from qwen35_jax.sharding.rules import LogicalAxes
 from tests.small_text_model import FULL, LINEAR, small_config
 
@@ -54,6 +55,30 @@ def test_shared_heads_fewer_than_shards_are_replicated():
     cut = shardings(mesh, axes, {"k": jnp.zeros((2, 48)), "q": jnp.zeros((8, 48))})
     assert cut["k"].spec == PartitionSpec(None, None)
     assert cut["q"].spec == PartitionSpec("tensor", None)
+
+
+def test_a_cache_is_cut_where_its_rows_and_heads_divide_and_whole_elsewhere():
+    def specs(rows: int, **sizes: int) -> dict[str, PartitionSpec]:
+        cache = jax.eval_shape(lambda: init_cache(CONFIG.text, batch=rows, capacity=16, dtype=jnp.float32))
+        cut = cache_shardings(_abstract_mesh(**sizes), cache)
+        delta_net, attention = cut.groups[0][0], cut.groups[0][3]
+        named = {"window": delta_net.window_k, "state": delta_net.state, "key": attention.key}
+        return {name: sharding.spec for name, sharding in named.items()} | {"lengths": cut.lengths.spec}
+
+    assert specs(6, data=2, tensor=4) == {
+        "window": PartitionSpec(None, "data", None, "tensor", None),
+        "state": PartitionSpec(None, "data", "tensor", None, None),
+        "key": PartitionSpec(None, "data", None, "tensor", None),
+        "lengths": PartitionSpec("data"),
+    }
+    # Three rows over two devices, and four key heads over eight: whole. Eight value heads are still cut.
+    assert specs(3, data=2, tensor=8) == {
+        "window": PartitionSpec(None, None, None, None, None),
+        "state": PartitionSpec(None, None, "tensor", None, None),
+        "key": PartitionSpec(None, None, None, None, None),
+        "lengths": PartitionSpec(None),
+    }
+    assert specs(6, fsdp=2)["key"] == PartitionSpec(None, None, None, None, None)
 
 
 def _abstract_mesh(**sizes: int) -> jax.sharding.AbstractMesh:

@@ -19,6 +19,7 @@ from qwen35_jax.cache import Cache, init_cache
 from qwen35_jax.config import ModelConfig, TextConfig
 from qwen35_jax.errors import NonFiniteError, PromptError
 from qwen35_jax.inference.buckets import cache_capacity, prefill_chunks
+from qwen35_jax.inference.placement import Placement
 from qwen35_jax.inference.programs import Emission, Limits, Rows, first_token, next_token, prefill_chunk
 from qwen35_jax.inference.results import FinishReason, Generation, GenerationResult, Timing, TokenEvent
 from qwen35_jax.inference.sampling import stack_settings
@@ -173,6 +174,7 @@ class _Run:
         on_token: Callable[[TokenEvent], None],
     ):
         self.model = model
+        self.placement = Placement.beside(model.parameters)
         self.prompts = prompts
         self.on_token = on_token
         self.most = np.array([row.max_new_tokens for row in settings])
@@ -194,26 +196,25 @@ class _Run:
         )
 
     def result(self) -> GenerationResult:
-        graphdef, parameters = self.model.graphdef, self.model.parameters
-        # Placed as the parameters are, so that jit sees the same in a program's first call and in later ones.
-        placement = _beside(parameters)
-        cache, logits = jax.device_put(self._empty(), placement)
-        rows, sampling, limits = jax.device_put((self._first_rows(), self.sampling, self.limits), placement)
-        chunks = list(self._padded_chunks())
+        graphdef, parameters, placement = self.model.graphdef, self.model.parameters, self.placement
+        cache, logits = self._empty()
+        # Placed beside the parameters, so that jit sees the same in a program's first call and in later ones.
+        rows, sampling, limits = placement.put((self._first_rows(), self.sampling, self.limits))
+        chunks = placement.put(list(self._padded_chunks()))
         keep = self.most > 1
         # Compiled before the clock starts; calls below find the programs by their arguments' shapes.
         for tokens, segment_ids in {
             tokens.shape: (tokens, segment_ids) for tokens, segment_ids in chunks
         }.values():
-            self._compile(prefill_chunk, graphdef, parameters, cache, logits, tokens, segment_ids)
-        self._compile(first_token, logits, rows, sampling, limits)
+            self._compile(prefill_chunk, graphdef, placement, parameters, cache, logits, tokens, segment_ids)
+        self._compile(first_token, placement, logits, rows, sampling, limits)
         if keep.any():
-            self._compile(next_token, graphdef, parameters, cache, rows, keep, sampling, limits)
+            self._compile(next_token, graphdef, placement, parameters, cache, rows, keep, sampling, limits)
 
         begin = time.perf_counter()
         for tokens, segment_ids in chunks:
-            logits, cache = prefill_chunk(graphdef, parameters, cache, logits, tokens, segment_ids)
-        rows, emission = first_token(logits, rows, sampling, limits)
+            logits, cache = prefill_chunk(graphdef, placement, parameters, cache, logits, tokens, segment_ids)
+        rows, emission = first_token(placement, logits, rows, sampling, limits)
         first_seen = begin
         # The device runs one step ahead of the host: while a token becomes text and is shown, the next one is
         # being computed. Stop ids freeze a row on the device itself; only the length and stop strings are
@@ -222,7 +223,9 @@ class _Run:
             following = None
             keep = np.array([reason is None for reason in self.reasons]) & (step + 1 < self.most)
             if keep.any():
-                cache, rows, following = next_token(graphdef, parameters, cache, rows, keep, sampling, limits)
+                cache, rows, following = next_token(
+                    graphdef, placement, parameters, cache, rows, keep, sampling, limits
+                )
             emission = jax.device_get(emission)
             if step == 0:
                 first_seen = time.perf_counter()
@@ -238,9 +241,19 @@ class _Run:
         needed = max(len(prompt) + int(most) for prompt, most in zip(self.prompts, self.most, strict=True))
         capacity = cache_capacity(needed, text.max_context)
         dtype = nnx.merge(self.model.graphdef, self.model.parameters).dtype
-        cache = init_cache(text, batch=len(self.prompts), capacity=capacity, dtype=dtype)
-        logits = jnp.zeros((len(self.prompts), text.vocab_size), jnp.promote_types(dtype, jnp.float32))
-        return cache, logits
+        batch = len(self.prompts)
+
+        def empty() -> tuple[Cache, Array]:
+            cache = init_cache(text, batch=batch, capacity=capacity, dtype=dtype)
+            return cache, jnp.zeros((batch, text.vocab_size), jnp.promote_types(dtype, jnp.float32))
+
+        # Every device makes its own part: the whole may be more than one can hold.
+        shapes = jax.eval_shape(empty)
+        return jax.tree.map(
+            lambda shape, sharding: jnp.zeros(shape.shape, shape.dtype, device=sharding),
+            shapes,
+            self.placement.shardings(shapes),
+        )
 
     def _first_rows(self) -> Rows:
         batch, vocab = len(self.prompts), self.model.config.text.vocab_size
@@ -315,14 +328,6 @@ class _Run:
                 decode_seconds=decode_seconds if decode_tokens else 0.0,
             ),
         )
-
-
-def _beside(parameters: Parameters) -> jax.sharding.Sharding:
-    """Where values that every device needs go: to the parameters' device, or whole to each of their mesh."""
-    sharding = jax.tree.leaves(parameters)[0].sharding
-    if isinstance(sharding, jax.sharding.NamedSharding):
-        return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
-    return sharding
 
 
 def _stop_id_rows(settings: Sequence[GenerationSettings], stop_ids: Sequence[int]) -> np.ndarray:

@@ -16,6 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from qwen35_jax.cache import Cache
+from qwen35_jax.inference.placement import Placement
 from qwen35_jax.inference.sampling import Sampling, draw, penalize
 from qwen35_jax.model import Parameters, decode_step, prefill
 
@@ -70,9 +71,10 @@ class Emission(NamedTuple):
     finite: Bool[Array, "batch"]
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnames=("cache", "logits"))
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnames=("cache", "logits"))
 def prefill_chunk(
     graphdef: nnx.GraphDef,
+    placement: Placement,
     parameters: Parameters,
     cache: Cache,
     logits: Float[Array, "batch vocab"],
@@ -82,25 +84,31 @@ def prefill_chunk(
     """Consumes the next piece of every prompt.
 
     Args:
+        placement: that of the arguments, and so of the results.
         logits: of the pieces before; kept for rows that have no token left in this piece.
         segment_ids: 1 for tokens, 0 for padding.
     """
     latest, cache = prefill(graphdef, parameters, tokens, cache, segment_ids=segment_ids)
     has_tokens = (segment_ids > 0).any(axis=1)
-    return jnp.where(has_tokens[:, None], latest, logits), cache
+    return placement.keep((jnp.where(has_tokens[:, None], latest, logits), cache))
 
 
-@jax.jit
+@functools.partial(jax.jit, static_argnums=0)
 def first_token(
-    logits: Float[Array, "batch vocab"], rows: Rows, sampling: Sampling, limits: Limits
+    placement: Placement,
+    logits: Float[Array, "batch vocab"],
+    rows: Rows,
+    sampling: Sampling,
+    limits: Limits,
 ) -> tuple[Rows, Emission]:
     """Draws the first token of every answer from the prompt's logits."""
-    return _advance(logits, rows, sampling, limits)
+    return placement.keep(_advance(logits, rows, sampling, limits))
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnames="cache")
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnames="cache")
 def next_token(
     graphdef: nnx.GraphDef,
+    placement: Placement,
     parameters: Parameters,
     cache: Cache,
     rows: Rows,
@@ -116,7 +124,7 @@ def next_token(
     rows = rows._replace(active=rows.active & keep)
     logits, cache = decode_step(graphdef, parameters, rows.token, cache, active=rows.active)
     rows, emission = _advance(logits, rows, sampling, limits)
-    return cache, rows, emission
+    return placement.keep((cache, rows, emission))
 
 
 def _advance(

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from qwen35_jax.cache import Cache
 from qwen35_jax.errors import ConfigError
@@ -84,7 +84,7 @@ def cache_axes(cache: Cache) -> Cache:
     return jax.tree_util.tree_map_with_path(lambda path, _: LogicalAxes(CACHE_AXES[path[-1].name]), cache)
 
 
-def shardings(mesh: Mesh, axes: Any, arrays: Any) -> Any:
+def shardings(mesh: Mesh | AbstractMesh, axes: Any, arrays: Any) -> Any:
     """A `NamedSharding` for every array.
 
     Args:
@@ -105,11 +105,47 @@ def shardings(mesh: Mesh, axes: Any, arrays: Any) -> Any:
     return jax.tree.map(one, axes, arrays, is_leaf=lambda node: isinstance(node, LogicalAxes))
 
 
-def _partition(mesh: Mesh, names: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec:
+def cache_shardings(mesh: Mesh | AbstractMesh, cache: Cache) -> Cache:
+    """A `NamedSharding` for every array of a cache, cut as the parameters of the same heads are.
+
+    An axis that does not divide over its mesh axis stays whole on every device and is not refused: a cache holds any
+    number of rows.
+    """
+    axes = cache_axes(cache)
+    return jax.tree.map(
+        lambda logical, array: fitting_sharding(mesh, logical.names, array.shape),
+        axes,
+        cache,
+        is_leaf=lambda node: isinstance(node, LogicalAxes),
+    )
+
+
+def fitting_sharding(
+    mesh: Mesh | AbstractMesh, names: tuple[str, ...], shape: tuple[int, ...]
+) -> NamedSharding:
+    """The rules' sharding of one array, but whole along every axis that does not divide."""
+    return NamedSharding(
+        mesh,
+        PartitionSpec(
+            *(
+                RULES[name] if (shards := _shards(mesh, name)) > 1 and size % shards == 0 else None
+                for name, size in zip(names, shape, strict=True)
+            )
+        ),
+    )
+
+
+def _shards(mesh: Mesh | AbstractMesh, name: str) -> int:
+    """Over how many devices an axis is to be cut."""
+    mesh_axis = RULES[name]
+    return mesh.shape.get(mesh_axis, 1) if mesh_axis else 1
+
+
+def _partition(mesh: Mesh | AbstractMesh, names: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec:
     partition = []
     for name, size in zip(names, shape, strict=True):
         mesh_axis = RULES[name]
-        shards = mesh.shape.get(mesh_axis, 1) if mesh_axis else 1
+        shards = _shards(mesh, name)
         if shards == 1 or (name in SHARED_HEADS and size < shards and shards % size == 0):
             partition.append(None)
         elif size % shards:
