@@ -18,6 +18,8 @@ from jaxtyping import Array, Bool, Float, Int
 from qwen35_jax.config import TextConfig
 from qwen35_jax.errors import CapacityError
 from qwen35_jax.layer_groups import layer_groups
+from qwen35_jax.ops.causal_conv import next_window
+from qwen35_jax.ops.gated_delta_rule import gated_delta_rule
 
 
 @jax.tree_util.register_dataclass
@@ -52,6 +54,52 @@ LayerCache = DeltaNetCache | AttentionCache
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class DeltaNetInputs:
+    """What tokens would do to the memory of one Gated DeltaNet layer, for when only some of them come to count.
+
+    Attributes:
+        conv_q: inputs of the query's convolution.
+        conv_k: the same of the key's.
+        conv_v: the same of the value's.
+        k: keys, as `gated_delta_rule` takes them.
+        v: values.
+        log_decay: log decays.
+        beta: write strengths.
+    """
+
+    conv_q: Float[Array, "*repeats batch time key_heads key_dim"]
+    conv_k: Float[Array, "*repeats batch time key_heads key_dim"]
+    conv_v: Float[Array, "*repeats batch time value_heads value_dim"]
+    k: Float[Array, "*repeats batch time key_heads key_dim"]
+    v: Float[Array, "*repeats batch time value_heads value_dim"]
+    log_decay: Float[Array, "*repeats batch time value_heads"]
+    beta: Float[Array, "*repeats batch time value_heads"]
+
+    def applied_to(self, old: DeltaNetCache, segment_ids: Int[Array, "batch time"]) -> DeltaNetCache:
+        """The memory after those of the tokens that are no padding; neither side has a `repeats` axis here."""
+        _, state = gated_delta_rule(
+            self.k,
+            self.k,
+            self.v,
+            self.log_decay,
+            self.beta,
+            initial_state=old.state,
+            segment_ids=segment_ids,
+        )
+        return DeltaNetCache(
+            window_q=next_window(self.conv_q, old.window_q, segment_ids),
+            window_k=next_window(self.conv_k, old.window_k, segment_ids),
+            window_v=next_window(self.conv_v, old.window_v, segment_ids),
+            state=state,
+        )
+
+
+LayerUpdate = DeltaNetCache | DeltaNetInputs | AttentionCache
+"""What a layer hands back for the tokens of a call: its new memory, or what they would do to it, or their keys."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Cache:
     """The memory of a whole model.
 
@@ -82,12 +130,16 @@ class Cache:
                 f"make the cache with init_cache(..., capacity={wanted[row]}) or shorten the prompt"
             )
 
-    def extended(self, updates: tuple[tuple[LayerCache, ...], ...], real: Bool[Array, "batch time"]) -> Cache:
+    def extended(
+        self, updates: tuple[tuple[LayerUpdate, ...], ...], real: Bool[Array, "batch time"]
+    ) -> Cache:
         """The memory after a call.
 
         Args:
-            updates: per layer, the new DeltaNet memory, or the keys and values of the call's tokens.
-            real: true where a token is not padding. Padding is written nowhere and counts nowhere.
+            updates: per layer, the new DeltaNet memory or what the call's tokens would do to it, or their keys and
+                values.
+            real: true where a token counts. Others are written nowhere. Where a DeltaNet layer's new memory is among
+                `updates`, these must be the tokens that were not padding in the call.
         """
         order = jnp.cumsum(real, axis=1) - 1
         slots = jnp.where(real, self.lengths[:, None] + order, self.capacity)
@@ -96,10 +148,14 @@ class Cache:
         def write(stacked: Array, new: Array) -> Array:
             return stacked.at[:, rows, slots].set(new.astype(stacked.dtype), mode="drop")
 
-        def next_layer(old: LayerCache, update: LayerCache) -> LayerCache:
+        def next_layer(old: LayerCache, update: LayerUpdate) -> LayerCache:
             if isinstance(old, AttentionCache):
                 assert isinstance(update, AttentionCache)
                 return AttentionCache(write(old.key, update.key), write(old.value, update.value))
+            if isinstance(update, DeltaNetInputs):
+                segment_ids = real.astype(jnp.int32)
+                return jax.vmap(lambda update, old: update.applied_to(old, segment_ids))(update, old)
+            assert isinstance(update, DeltaNetCache)
             return update
 
         return dataclasses.replace(
@@ -140,14 +196,12 @@ def init_cache(config: TextConfig, *, batch: int, capacity: int, dtype: DTypeLik
             state=jnp.zeros((repeats, batch, *state), state_dtype),
         )
 
-    def attention(repeats: int) -> AttentionCache:
-        shape = (repeats, batch, capacity, config.num_key_value_heads, config.head_dim)
-        return AttentionCache(key=jnp.zeros(shape, dtype), value=jnp.zeros(shape, dtype))
-
     return Cache(
         groups=tuple(
             tuple(
-                delta_net(group.repeats) if kind == "linear_attention" else attention(group.repeats)
+                delta_net(group.repeats)
+                if kind == "linear_attention"
+                else _empty_attention(config, group.repeats, batch, capacity, dtype)
                 for kind in group.pattern
             )
             for group in layer_groups(config)
@@ -155,3 +209,19 @@ def init_cache(config: TextConfig, *, batch: int, capacity: int, dtype: DTypeLik
         lengths=jnp.zeros((batch,), jnp.int32),
         capacity=capacity,
     )
+
+
+def init_draft_cache(config: TextConfig, *, batch: int, capacity: int, dtype: DTypeLike) -> Cache:
+    """An empty memory of the multi-token-prediction head: one attention layer. Arguments as for `init_cache`."""
+    return Cache(
+        groups=((_empty_attention(config, 1, batch, capacity, dtype),),),
+        lengths=jnp.zeros((batch,), jnp.int32),
+        capacity=capacity,
+    )
+
+
+def _empty_attention(
+    config: TextConfig, repeats: int, batch: int, capacity: int, dtype: DTypeLike
+) -> AttentionCache:
+    shape = (repeats, batch, capacity, config.num_key_value_heads, config.head_dim)
+    return AttentionCache(key=jnp.zeros(shape, dtype), value=jnp.zeros(shape, dtype))

@@ -20,6 +20,8 @@ class TokenContext:
         past_lengths: tokens that each row's cache holds already; None without a cache.
         repeat: which repeat of the layer pattern is running, and so which part of a stacked cache is its own; None
             outside a stack.
+        tentative: the tokens are guesses. DeltaNet layers then return what each token would do to their memory,
+            instead of the memory after all of them.
     """
 
     rotary_cos: Float[Array, "batch time rotary_half"]
@@ -27,3 +29,4 @@ class TokenContext:
     segment_ids: Int[Array, "batch time"] | None
     past_lengths: Int[Array, " batch"] | None
     repeat: Int[Array, ""] | None = None
+    tentative: bool = dataclasses.field(default=False, metadata={"static": True})

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from qwen35_jax.cache import AttentionCache, LayerCache
+from qwen35_jax.cache import AttentionCache, LayerCache, LayerUpdate
 from qwen35_jax.config import LayerKind, TextConfig
 from qwen35_jax.layer_groups import layer_groups
 from qwen35_jax.nn.context import TokenContext
@@ -64,7 +64,7 @@ class DecoderLayer(nnx.Module):
 
     def __call__(
         self, x: Hidden, context: TokenContext, cache: LayerCache | None
-    ) -> tuple[Hidden, LayerCache]:
+    ) -> tuple[Hidden, LayerUpdate]:
         """One layer. Returns the residual stream and what the mixer remembers of these tokens."""
         with jax.named_scope("input_norm"):
             normed = self.input_norm(x)
@@ -101,13 +101,17 @@ class Motif(nnx.Module):
         caches: tuple[LayerCache, ...] | None,
         *,
         rematerialize_layers: bool,
-    ) -> tuple[Hidden, tuple[LayerCache, ...]]:
-        updates = []
+    ) -> tuple[Hidden, tuple[LayerUpdate, ...]]:
+        updates: list[LayerUpdate] = []
         for position, layer in enumerate(self.layers):
             run = jax.checkpoint(layer) if rematerialize_layers else layer
             x, update = run(x, context, None if caches is None else caches[position])
             updates.append(update)
         return x, tuple(updates)
+
+
+StackUpdates = tuple[tuple[LayerUpdate, ...], ...]
+"""What a call's tokens add to the memory, arranged as `Cache.groups`."""
 
 
 class Decoder(nnx.Module):
@@ -132,7 +136,7 @@ class Decoder(nnx.Module):
         caches: tuple[tuple[LayerCache, ...], ...] | None,
         *,
         rematerialize: bool,
-    ) -> tuple[Hidden, tuple[tuple[LayerCache, ...], ...] | None]:
+    ) -> tuple[Hidden, StackUpdates | None]:
         """Runs the stack.
 
         Args:

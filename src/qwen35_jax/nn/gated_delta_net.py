@@ -14,7 +14,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from qwen35_jax.cache import DeltaNetCache
+from qwen35_jax.cache import DeltaNetCache, DeltaNetInputs
 from qwen35_jax.config import TextConfig
 from qwen35_jax.nn.context import TokenContext
 from qwen35_jax.nn.parameter import Keys, compute_dtype_for_state, normal, ones, parameter
@@ -79,7 +79,7 @@ class GatedDeltaNet(nnx.Module):
         x: Float[Array, "batch time embed"],
         context: TokenContext,
         cache: DeltaNetCache | None,
-    ) -> tuple[Float[Array, "batch time embed"], DeltaNetCache]:
+    ) -> tuple[Float[Array, "batch time embed"], DeltaNetCache | DeltaNetInputs]:
         """Mixes over time.
 
         Args:
@@ -88,15 +88,20 @@ class GatedDeltaNet(nnx.Module):
             cache: conv windows and state before the first token, or None for an empty memory.
 
         Returns:
-            The layer's contribution to the residual, and the cache after the last real token of each row.
+            The layer's contribution to the residual, and the cache after the last real token of each row (for
+            tentative tokens, what each of them would do to it).
         """
         windows = None if cache is None else (cache.window_q, cache.window_k, cache.window_v)
         state = None if cache is None else cache.state
         q, k, v, z, b, a = self.in_proj(x)
+        conv_inputs = q, k, v
         q, k, v, windows = self.conv(q, k, v, windows, context.segment_ids)
         o, state = self.core(q, k, v, b, a, state, context.segment_ids)
         o = self.norm(o, z)
-        return self.out_proj(o), DeltaNetCache(*windows, state)
+        y = self.out_proj(o)
+        if context.tentative:
+            return y, DeltaNetInputs(*conv_inputs, l2_normalize(k), v, *self.gates(b, a))
+        return y, DeltaNetCache(*windows, state)
 
     @jax.named_scope("gdn.in_proj")
     def in_proj(
@@ -140,14 +145,18 @@ class GatedDeltaNet(nnx.Module):
         segment_ids: Int[Array, "batch time"] | None,
     ) -> tuple[ValueHeads, State]:
         """The gated delta rule, with its gates; everything in float32 (float64 in a float64 model)."""
-        dtype = compute_dtype_for_state(v.dtype)
         q = l2_normalize(q) * q.shape[-1] ** -0.5
         k = l2_normalize(k)
-        beta = jax.nn.sigmoid(b.astype(dtype))
-        rate = jnp.exp(self.A_log[...].astype(dtype))
-        log_decay = -rate * jax.nn.softplus(a.astype(dtype) + self.dt_bias[...].astype(dtype))
+        log_decay, beta = self.gates(b, a)
         o, state = gated_delta_rule(q, k, v, log_decay, beta, initial_state=state, segment_ids=segment_ids)
         return o.astype(v.dtype), state
+
+    def gates(self, b: PerHead, a: PerHead) -> tuple[PerHead, PerHead]:
+        """Log decay and write strength of each token, in float32 (float64 in a float64 model)."""
+        dtype = compute_dtype_for_state(b.dtype)
+        rate = jnp.exp(self.A_log[...].astype(dtype))
+        log_decay = -rate * jax.nn.softplus(a.astype(dtype) + self.dt_bias[...].astype(dtype))
+        return log_decay, jax.nn.sigmoid(b.astype(dtype))
 
     @jax.named_scope("gdn.norm")
     def norm(self, o: ValueHeads, z: ValueHeads) -> ValueHeads:

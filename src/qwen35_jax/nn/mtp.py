@@ -8,7 +8,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from qwen35_jax.cache import LayerCache
+from qwen35_jax.cache import LayerCache, LayerUpdate
 from qwen35_jax.config import TextConfig
 from qwen35_jax.nn.context import TokenContext
 from qwen35_jax.nn.decoder import DecoderLayer
@@ -52,7 +52,7 @@ class MultiTokenPrediction(nnx.Module):
         next_embedding: Hidden,
         context: TokenContext,
         cache: LayerCache | None,
-    ) -> tuple[Hidden, LayerCache]:
+    ) -> tuple[Hidden, LayerUpdate]:
         """One draft step for every token.
 
         Args:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from qwen35_jax.cache import Cache
 from qwen35_jax.config import TextConfig
 from qwen35_jax.nn.context import TokenContext
-from qwen35_jax.nn.decoder import Decoder
+from qwen35_jax.nn.decoder import Decoder, StackUpdates
 from qwen35_jax.nn.embedding import Embedding
 from qwen35_jax.nn.mtp import MultiTokenPrediction
 from qwen35_jax.nn.norm import RMSNorm
@@ -78,19 +80,37 @@ class TextModel(nnx.Module):
             cache: memory of earlier tokens, or None to start empty and keep nothing.
             rematerialize: see `Decoder`.
         """
-        context = self.context(tokens, positions, segment_ids, cache)
-        # Padding may hold any id, and one outside the vocabulary is NaN: zero times it would reach every gradient.
-        x = self.embed(tokens if segment_ids is None else jnp.where(is_real(segment_ids), tokens, 0))
-        x, updates = self.decoder(
-            x, context, None if cache is None else cache.groups, rematerialize=rematerialize
-        )
-        with jax.named_scope("final_norm"):
-            hidden = self.final_norm(x)
+        x, updates = self.residual(tokens, positions, segment_ids, cache, rematerialize=rematerialize)
+        hidden = self.normed(x)
         if cache is None:
             return hidden, None
         assert updates is not None
-        real = jnp.ones(tokens.shape, bool) if segment_ids is None else is_real(segment_ids)
-        return hidden, cache.extended(updates, real)
+        return hidden, cache.extended(updates, _real(tokens, segment_ids))
+
+    def residual(
+        self,
+        tokens: Tokens,
+        positions: Positions | None,
+        segment_ids: Tokens | None,
+        cache: Cache | None,
+        *,
+        rematerialize: bool = False,
+        tentative: bool = False,
+    ) -> tuple[Hidden, StackUpdates | None]:
+        """The residual stream before the final norm, and what the tokens add to the cache.
+
+        Arguments are those of `__call__`, and `tentative`, which leaves open how many of the tokens will count:
+        `cache.extended(updates, counts)` then is the cache after the leading ones that do.
+        """
+        context = dataclasses.replace(
+            self.context(tokens, positions, segment_ids, cache), tentative=tentative
+        )
+        x = self.embed(_without_padding(tokens, segment_ids))
+        return self.decoder(x, context, None if cache is None else cache.groups, rematerialize=rematerialize)
+
+    @jax.named_scope("final_norm")
+    def normed(self, residual: Hidden) -> Hidden:
+        return self.final_norm(residual)
 
     @jax.named_scope("embed")
     def embed(self, tokens: Tokens) -> Hidden:
@@ -138,3 +158,34 @@ class TextModel(nnx.Module):
         context = self.context(tokens[:, 1:], positions[..., 1:], pair_ids, None)
         drafted, _ = self.mtp(hidden[:, :-1], self.embed(tokens[:, 1:]), context, None)
         return drafted
+
+    def draft(
+        self, hidden: Hidden, tokens: Tokens, cache: Cache, segment_ids: Tokens
+    ) -> tuple[Hidden, Cache]:
+        """The MTP head over the next tokens of a sequence, each with the hidden value of the token before it.
+
+        Args:
+            hidden: the main model's values at the tokens before `tokens`, or the head's own for those it has drafted.
+            tokens: ids. A sequence's first token has none before it and is not among them.
+            cache: the head's own memory, from `init_draft_cache`.
+            segment_ids: 0 marks padding.
+
+        Returns:
+            Hidden values of the tokens after `tokens`, ready for `logits`, and the head's memory.
+        """
+        positions = segment_positions(segment_ids, cache.lengths + 1)
+        context = self.context(tokens, positions, segment_ids, cache)
+        context = dataclasses.replace(context, repeat=jnp.int32(0))
+        embedded = self.embed(_without_padding(tokens, segment_ids))
+        drafted, update = self.mtp(hidden, embedded, context, cache.groups[0][0])
+        stacked = jax.tree.map(lambda x: x[None], update)
+        return drafted, cache.extended(((stacked,),), is_real(segment_ids))
+
+
+def _real(tokens: Tokens, segment_ids: Tokens | None) -> Bool[Array, "batch time"]:
+    return jnp.ones(tokens.shape, bool) if segment_ids is None else is_real(segment_ids)
+
+
+def _without_padding(tokens: Tokens, segment_ids: Tokens | None) -> Tokens:
+    """Padding may hold any id, and one outside the vocabulary is NaN: zero times it would reach every gradient."""
+    return tokens if segment_ids is None else jnp.where(is_real(segment_ids), tokens, 0)

@@ -55,28 +55,59 @@ def causal_conv(
         return _weighted_sum(taps, weight, x.dtype), history[:, time:]
 
     real = is_real(segment_ids)
-    any_real = jnp.any(real, axis=1)
-    first = jnp.where(any_real, jnp.argmax(real, axis=1), time)
-    end = jnp.where(any_real, time - jnp.argmax(real[:, ::-1], axis=1), time)
-    padded = jnp.pad(_keep(real, x), ((0, 0), (reach, 0)) + ((0, 0),) * len(channels))
+    history, index = _history(x, window, segment_ids)
+    taps = [
+        _keep(real & (index[:, j : j + time] == index[:, reach:]), history[:, j : j + time])
+        for j in range(kernel)
+    ]
+    return _weighted_sum(taps, weight, x.dtype), _last_inputs(history, index, real)
+
+
+def next_window(
+    x: Float[Array, "batch time *channels"],
+    window: Float[Array, "batch kernel-1 *channels"],
+    segment_ids: Int[Array, "batch time"],
+) -> Float[Array, "batch kernel-1 *channels"]:
+    """The window that `causal_conv` would return, without the convolution."""
+    history, index = _history(x, window.astype(x.dtype), segment_ids)
+    return _last_inputs(history, index, is_real(segment_ids))
+
+
+def _history(
+    x: Float[Array, "batch time *channels"],
+    window: Float[Array, "batch kernel-1 *channels"],
+    segment_ids: Int[Array, "batch time"],
+) -> tuple[Float[Array, "batch kernel-1+time *channels"], Int[Array, "batch kernel-1+time"]]:
+    """All inputs, `window` directly before the first real one, and the segment of each.
+
+    The carried window and leading padding belong to segment 0, as the first real token does.
+    """
+    time, reach = x.shape[1], window.shape[1]
+    real = is_real(segment_ids)
+    first = jnp.where(jnp.any(real, axis=1), jnp.argmax(real, axis=1), time)
+    padded = jnp.pad(_keep(real, x), ((0, 0), (reach, 0)) + ((0, 0),) * (x.ndim - 2))
     history = jax.vmap(lambda row, carried, at: lax.dynamic_update_slice_in_dim(row, carried, at, 0))(
         padded, window, first
     )
-    # The carried window and leading padding belong to segment 0, as the first real token does.
-    index = segment_index(segment_ids)
-    history_index = jnp.pad(index, ((0, 0), (reach, 0)))
+    return history, jnp.pad(segment_index(segment_ids), ((0, 0), (reach, 0)))
 
-    taps = [
-        _keep(real & (history_index[:, j : j + time] == index), history[:, j : j + time])
-        for j in range(kernel)
-    ]
-    last_rows, last_index = jax.vmap(
+
+def _last_inputs(
+    history: Float[Array, "batch kernel-1+time *channels"],
+    index: Int[Array, "batch kernel-1+time"],
+    real: Bool[Array, "batch time"],
+) -> Float[Array, "batch kernel-1 *channels"]:
+    """The last kernel - 1 real inputs of each row's last segment, zeros where it is shorter."""
+    time = real.shape[1]
+    reach = history.shape[1] - time
+    end = jnp.where(jnp.any(real, axis=1), time - jnp.argmax(real[:, ::-1], axis=1), time)
+    inputs, of_segment = jax.vmap(
         lambda row, row_index, at: (
             lax.dynamic_slice_in_dim(row, at, reach, 0),
             lax.dynamic_slice_in_dim(row_index, at, reach, 0),
         )
-    )(history, history_index, end)
-    return _weighted_sum(taps, weight, x.dtype), _keep(last_index == index[:, -1:], last_rows)
+    )(history, index, end)
+    return _keep(of_segment == index[:, -1:], inputs)
 
 
 def _weighted_sum(
