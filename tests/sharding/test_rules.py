@@ -61,7 +61,7 @@ def test_a_cache_is_cut_where_its_rows_and_heads_divide_and_whole_elsewhere():
     def specs(rows: int, **sizes: int) -> dict[str, PartitionSpec]:
         cache = jax.eval_shape(lambda: init_cache(CONFIG.text, batch=rows, capacity=16, dtype=jnp.float32))
         cut = cache_shardings(_abstract_mesh(**sizes), cache)
-        delta_net, attention = cut.groups[0][0], cut.groups[0][3]
+        delta_net, attention = cut.groups[0][0], cut.groups[-1][-1]
         named = {"window": delta_net.window_k, "state": delta_net.state, "key": attention.key}
         return {name: sharding.spec for name, sharding in named.items()} | {"lengths": cut.lengths.spec}
 
