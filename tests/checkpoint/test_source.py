@@ -56,7 +56,7 @@ def test_auto_computes_in_the_checkpoints_own_dtype(tmp_path: Path, stored: str,
         kept = model.parameters["embed_tokens"]["weight"].dtype
         return str(nnx.merge(model.graphdef, model.parameters).dtype), str(kept)
 
-    assert dtypes(dtype="auto") == dtypes(dtype="auto", parameter_dtype="auto") == (computed, stored)
+    assert dtypes() == dtypes(dtype="auto", parameter_dtype="auto") == (computed, stored)
     assert dtypes(dtype="float32", parameter_dtype="auto") == ("float32", stored)
     assert dtypes(dtype="auto", parameter_dtype="float32") == ("float32", "float32")
 

@@ -58,6 +58,13 @@ def refusal(capsys: pytest.CaptureFixture[str], *options: str) -> str:
     return err
 
 
+def test_the_built_in_model_answers_without_any_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--prompt", "The capital of France", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["text"] == " is Paris."
+    assert report["finish_reason"] == "stop"
+
+
 def test_json_holds_the_contract(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     report = run_json(capsys, folder, "--prompt", "Hello")
     assert report["prompt_tokens"] == [40, 69, 76, 76, 79]

@@ -43,7 +43,7 @@ class LoadedModel:
 def load(
     source: str | Path,
     *,
-    dtype: DTypeLike | Literal["auto"],
+    dtype: DTypeLike | Literal["auto"] = "auto",
     parameter_dtype: DTypeLike | Literal["auto"] | None = None,
     mtp: bool = False,
     unroll_layers: bool | None = None,

@@ -1,7 +1,7 @@
 """Generating text with a loaded model.
 
 Example:
-    model = qwen35_jax.checkpoint.load("nano", dtype="float32", parameter_dtype="float32")
+    model = qwen35_jax.load("nano")
     result = generate(model, ["The capital of France"], GenerationSettings(max_new_tokens=16))
     print(result.generations[0].text)
 """
