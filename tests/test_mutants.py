@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from qwen35_jax import model as text_model
-from qwen35_jax.nn import gated_attention, gated_delta_net, norm
+from qwen35_jax import model as text_functions
+from qwen35_jax.cache import Cache
+from qwen35_jax.nn import gated_attention, gated_delta_net, norm, text_model
 from qwen35_jax.nn.decoder import DecoderLayer
 from qwen35_jax.nn.gated_attention import GatedAttention
 from qwen35_jax.nn.gated_delta_net import GatedDeltaNet
@@ -29,8 +30,12 @@ pytestmark = pytest.mark.extended
 
 @pytest.fixture(autouse=True)
 def operation_by_operation() -> Iterator[None]:
+    """Nothing but single operations is compiled, some 800 of them, and without optimizing a third faster."""
+    optimizing = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
     with jax.enable_x64(True), jax.disable_jit():
         yield
+    jax.config.update("jax_disable_most_optimizations", optimizing)
 
 
 Mutation = Callable[[pytest.MonkeyPatch], None]
@@ -148,15 +153,15 @@ def everyone_goes_on(decode_step):
     return lambda *inputs, active: decode_step(*inputs, active=jnp.ones_like(active))
 
 
-def lengths_before(advance):
+def lengths_before(extended):
     return lambda cache, updates, real: dataclasses.replace(
-        advance(cache, updates, real), lengths=cache.lengths
+        extended(cache, updates, real), lengths=cache.lengths
     )
 
 
-def padding_takes_slots(advance):
+def padding_takes_slots(extended):
     return lambda cache, updates, real: dataclasses.replace(
-        advance(cache, updates, jnp.ones_like(real)), lengths=cache.lengths + real.sum(axis=1)
+        extended(cache, updates, jnp.ones_like(real)), lengths=cache.lengths + real.sum(axis=1)
     )
 
 
@@ -182,10 +187,10 @@ MUTANTS: dict[str, Mutation] = {
     "positions start again with each call": changed(
         text_model, "segment_positions", lambda positions: lambda ids, offset: positions(ids, None)
     ),
-    "lengths not counted": changed(text_model, "advance", lengths_before),
-    "padding takes slots": changed(text_model, "advance", padding_takes_slots),
-    "frozen rows go on": changed(text_model, "decode_step", everyone_goes_on),
-    "logits of the last column": changed(text_model, "_extend", logits_of_the_last_column),
+    "lengths not counted": changed(Cache, "extended", lengths_before),
+    "padding takes slots": changed(Cache, "extended", padding_takes_slots),
+    "frozen rows go on": changed(text_functions, "decode_step", everyone_goes_on),
+    "logits of the last column": changed(text_functions, "_extend", logits_of_the_last_column),
     # Padding and documents.
     "rule reads padding": with_arguments(gated_delta_net, "gated_delta_rule", segment_ids=any_padding),
     "rule runs over cuts": with_arguments(gated_delta_net, "gated_delta_rule", segment_ids=no_cuts),
