@@ -87,6 +87,19 @@ FIELDS = {
     "end id": ({"eos_token_id": [3, -1]}, "eos_token_id: found -1"),
     "end id as text": ({"eos_token_id": "<|im_end|>"}, "eos_token_id: found '<|im_end|>'"),
     "pad id": ({"pad_token_id": 1.5}, "pad_token_id: found 1.5"),
+    "no layers": (
+        {"num_hidden_layers": 0},
+        "num_hidden_layers: found 0, expected a whole number of at least 1",
+    ),
+    "a billion layers": (
+        {"num_hidden_layers": 10**9},
+        "num_hidden_layers: found 1000000000, expected at most 512",
+    ),
+    "a billion MTP layers": (
+        {"mtp_num_hidden_layers": 10**9},
+        "mtp_num_hidden_layers: found 1000000000, expected",
+    ),
+    "MTP kinds": ({"mtp_layer_types": 1}, "mtp_layer_types: found 1, expected 0 times"),
     "mtp": ({"mtp_num_hidden_layers": -1}, "mtp_num_hidden_layers: found -1"),
     "mtp twice": (
         {"mtp_num_hidden_layers": 1, "num_mtp_layers": 2},
@@ -192,6 +205,8 @@ VISIONS = {
     "odd heads": ({"num_heads": 8}, "hidden_size: found 48, expected num_heads (8) times a multiple of 4"),
     "positions": ({"num_position_embeddings": 37}, "num_position_embeddings: found 37, expected a square"),
     "patch": ({"patch_size": [4, 8]}, "patch_size: found [4, 8], expected one number, or equal ones"),
+    "patch of lists": ({"patch_size": [[4]]}, "patch_size: found [4], expected a whole number of at least 1"),
+    "a billion blocks": ({"depth": 10**9}, "depth: found 1000000000, expected at most 512 layers"),
     "depth": ({"depth": True}, "depth: found True, expected a whole number of at least 1"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act: found 'gelu', expected 'gelu_pytorch_tanh'"),
     "deepstack": ({"deepstack_visual_indexes": [8]}, "deepstack_visual_indexes: found [8], expected []"),

@@ -8,6 +8,8 @@ from typing import NoReturn
 
 from qwen35_jax.errors import ConfigError
 
+MOST_LAYERS = 512  # several times the deepest published model
+
 
 def refuse(field: str, found: object, expected: str, remedy: str = "correct it") -> NoReturn:
     """Raises `ConfigError` in the one form that every complaint about a field has."""
@@ -18,6 +20,13 @@ def check_integer(field: str, value: object, *, minimum: int = 1) -> None:
     """Accepts an `int` (not a `bool`) of at least `minimum`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
         refuse(field, value, f"a whole number of at least {minimum}")
+
+
+def check_layer_count(field: str, value: object, *, minimum: int = 1) -> None:
+    """Accepts an `int` from `minimum` to `MOST_LAYERS`: layers are listed one by one wherever they are looked at."""
+    check_integer(field, value, minimum=minimum)
+    if value > MOST_LAYERS:  # pyright: ignore[reportOperatorIssue]
+        refuse(field, value, f"at most {MOST_LAYERS} layers")
 
 
 def check_number(field: str, value: object, *, minimum: float = 0.0, positive: bool = False) -> None:

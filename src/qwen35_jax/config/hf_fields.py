@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from qwen35_jax.config.checks import check_choice, check_integer, refuse
+from qwen35_jax.config.checks import check_choice, check_integer, check_layer_count, refuse
 from qwen35_jax.config.json_file import JsonObject
 from qwen35_jax.config.text import LAYER_KINDS, MoEConfig, RopeConfig, TextConfig
 from qwen35_jax.config.vision import VisionConfig
@@ -143,7 +143,7 @@ def read_layer_types(section: Mapping[str, Any]) -> tuple[Any, ...]:
             refuse("layer_types", kinds, "a list of layer kinds")
         return tuple(kinds)
     layers = section["num_hidden_layers"]
-    check_integer("num_hidden_layers", layers)
+    check_layer_count("num_hidden_layers", layers)
     interval = section.get("full_attention_interval")
     interval = DEFAULT_FULL_ATTENTION_INTERVAL if interval is None else interval
     check_integer("full_attention_interval", interval)
@@ -162,7 +162,10 @@ def read_mtp_layers(section: Mapping[str, Any]) -> int:
     spellings = given(section, MTP_SPELLINGS)
     layers = same_value("mtp_num_hidden_layers", spellings) if spellings else 0
     kinds = section.get("mtp_layer_types")
-    if kinds is not None and list(kinds) != ["full_attention"] * layers:
+    check_layer_count("mtp_num_hidden_layers", layers, minimum=0)
+    if kinds is not None and (
+        not isinstance(kinds, (list, tuple)) or list(kinds) != ["full_attention"] * layers
+    ):
         refuse("mtp_layer_types", kinds, f"{layers} times 'full_attention'")
     return layers
 
@@ -242,10 +245,10 @@ def read_vision(section: Mapping[str, Any]) -> VisionConfig:
     for field in ("patch_size", "temporal_patch_size"):
         # Written as a pair of equal numbers by some tools.
         if isinstance(fields.get(field), (list, tuple)):
-            sides = set(fields[field])
-            if len(sides) != 1:
+            side, *others = fields[field] or [None]
+            if side is None or any(other != side for other in others):
                 refuse(field, fields[field], "one number, or equal ones", "only square patches are supported")
-            fields[field] = sides.pop()
+            fields[field] = side
     if section.get("deepstack_visual_indexes"):
         refuse(
             "deepstack_visual_indexes",

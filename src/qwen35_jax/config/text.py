@@ -13,6 +13,7 @@ from qwen35_jax.config.checks import (
     check_choice,
     check_flag,
     check_integer,
+    check_layer_count,
     check_multiple,
     check_number,
     refuse,
@@ -152,11 +153,12 @@ class TextConfig:
 
     def __post_init__(self) -> None:
         for name in (
-            "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-            "head_dim", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim",
+            "vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+            "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim",
             "linear_value_head_dim", "linear_conv_kernel_dim", "max_position_embeddings",
         ):  # fmt: skip
             check_integer(name, getattr(self, name))
+        check_layer_count("num_hidden_layers", self.num_hidden_layers)
         check_multiple(
             "num_attention_heads", self.num_attention_heads, "num_key_value_heads", self.num_key_value_heads
         )
@@ -185,7 +187,7 @@ class TextConfig:
         check_number("attention_dropout", self.attention_dropout)
         if self.attention_dropout >= 1:
             refuse("attention_dropout", self.attention_dropout, "a probability below 1")
-        check_integer("mtp_num_hidden_layers", self.mtp_num_hidden_layers, minimum=0)
+        check_layer_count("mtp_num_hidden_layers", self.mtp_num_hidden_layers, minimum=0)
         self._check_rotary()
         self._check_token_ids()
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from qwen35_jax.config.checks import check_choice, check_integer, check_multiple, check_number, refuse
+from qwen35_jax.config.checks import (
+    check_choice,
+    check_integer,
+    check_layer_count,
+    check_multiple,
+    check_number,
+    refuse,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,10 +40,11 @@ class VisionConfig:
 
     def __post_init__(self) -> None:
         for name in (
-            "depth", "hidden_size", "intermediate_size", "num_heads", "out_hidden_size", "in_channels",
+            "hidden_size", "intermediate_size", "num_heads", "out_hidden_size", "in_channels",
             "patch_size", "spatial_merge_size", "temporal_patch_size", "num_position_embeddings",
         ):  # fmt: skip
             check_integer(name, getattr(self, name))
+        check_layer_count("depth", self.depth)
         check_multiple("hidden_size", self.hidden_size, "num_heads", self.num_heads)
         if self.head_dim % 4:
             refuse(
