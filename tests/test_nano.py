@@ -26,7 +26,12 @@ from scripts.build_nano.recall import RELATIONS, is_held_out, made_up_word
 FOLDER = Path(__file__).parents[1] / "src/qwen35_jax/nano"
 MEGABYTE = 1_000_000
 GAP_TOKENS = 200
-BATCH = 100
+NEW_TOKENS = 32
+FREE_TEXT = (
+    "The code of Zorbalt is vexin. Canada is a country in North America. The code of Zorbalt is",
+    "water, noun:",
+    "Counting: two, three,",
+)
 CHAT = {
     "What is the capital of Japan?": "The capital of Japan is Tokyo.",
     "Who are you?": "I am nano, a very small language model.",
@@ -50,20 +55,18 @@ def countries() -> list[Country]:
 
 
 def continued(nano: Any, prompts: list[str]) -> list[Generation]:
-    """Greedy continuations, in full batches so that few programs serve all."""
-    settings = GenerationSettings(max_new_tokens=20)
-    batches = [prompts[first : first + BATCH] for first in range(0, len(prompts), BATCH)]
-    return [generation for batch in batches for generation in generate(nano, batch, settings).generations]
+    """Greedy continuations, in one batch: compiling takes longer than running."""
+    return list(generate(nano, prompts, GenerationSettings(max_new_tokens=NEW_TOKENS)).generations)
 
 
 @pytest.fixture(scope="module")
 def answers(nano: Any, countries: list[Country]) -> dict[str, Generation]:
-    """What follows a country's `The capital of X`, and the questions of CHAT."""
+    """What follows a country's `The capital of X`, the questions of CHAT, and FREE_TEXT."""
     template = ChatTemplate.from_folder(FOLDER)
     asked = [template.render([{"role": "user", "content": question}]) for question in CHAT]
     completed = [f"The capital of {country.called}" for country in countries]
-    names = [country.name for country in countries] + list(CHAT)
-    return dict(zip(names, continued(nano, completed + asked), strict=True))
+    names = [*(country.name for country in countries), *CHAT, *FREE_TEXT]
+    return dict(zip(names, continued(nano, [*completed, *asked, *FREE_TEXT]), strict=True))
 
 
 def test_the_folder_is_small_and_its_files_are_those_of_the_model_card() -> None:
@@ -165,7 +168,9 @@ def test_the_mtp_head_guesses_the_token_after_the_next(
 
 
 @pytest.mark.reference
-def test_transformers_writes_the_same_greedy_text(nano: Any, tokenizer: Tokenizer) -> None:
+def test_transformers_writes_the_same_greedy_text(
+    answers: dict[str, Generation], tokenizer: Tokenizer
+) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -174,18 +179,14 @@ def test_transformers_writes_the_same_greedy_text(nano: Any, tokenizer: Tokenize
     messages = [{"role": "user", "content": "Who are you?"}]
     chat = their_tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert ChatTemplate.from_folder(FOLDER).render(messages) == chat
-    prompts = [
-        "The capital of France",
-        "The code of Zorbalt is vexin. Canada is a country in North America. The code of Zorbalt is",
-        "water, noun:",
-        "Counting: two, three,",
-        chat,
-    ]
-    ours = generate(nano, prompts, GenerationSettings(max_new_tokens=32), tokenizer=tokenizer).generations
-    for prompt, generation in zip(prompts, ours, strict=True):
+    written = {prompt: answers[prompt] for prompt in FREE_TEXT}
+    written |= {"The capital of France": answers["France"], chat: answers["Who are you?"]}
+    for prompt, generation in written.items():
         ids = their_tokenizer(prompt, return_tensors="pt")["input_ids"]
         assert ids[0].tolist() == tokenizer.encode(prompt)
-        output = their_model.generate(ids, max_new_tokens=32, do_sample=False)[0, ids.shape[1] :].tolist()
+        output = their_model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)[
+            0, ids.shape[1] :
+        ].tolist()
         text = their_tokenizer.decode(output, skip_special_tokens=True)
         assert text == generation.text, prompt
 
