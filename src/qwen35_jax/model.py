@@ -22,7 +22,7 @@ from qwen35_jax.config import ModelConfig, require_dense_text
 from qwen35_jax.errors import PromptError
 from qwen35_jax.nn.parameter import Keys, key_stream
 from qwen35_jax.nn.text_model import Positions, TextModel, Tokens
-from qwen35_jax.ops.segments import is_real
+from qwen35_jax.ops.segments import is_real, last_real
 
 Parameters = dict[str, Any]
 
@@ -110,8 +110,7 @@ def _extend(
     if segment_ids is None:
         hidden = hidden[:, -1]
     else:
-        last = jnp.where(is_real(segment_ids), jnp.arange(tokens.shape[1]), 0).max(axis=1)
-        hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
+        hidden = jnp.take_along_axis(hidden, last_real(segment_ids)[:, None, None], axis=1)[:, 0]
     # A caller's own trace passes no check of the capacity: a row that overflowed must not look healthy.
     fits = cache.lengths <= cache.capacity
     return jnp.where(fits[:, None], model.logits(hidden), jnp.nan), cache

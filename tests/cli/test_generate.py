@@ -65,6 +65,23 @@ def test_the_built_in_model_answers_without_any_option(capsys: pytest.CaptureFix
     assert report["finish_reason"] == "stop"
 
 
+def test_speculating_gives_the_same_answer_in_fewer_passes(
+    capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    options = ["--prompt", "The capital of France", "--dtype", "float32", "--ignore-eos", "--json"]
+    reports = []
+    for speculate in ([], ["--speculate", "2"]):
+        assert main(["generate", "--max-new-tokens", "40", *options, *speculate]) == 0
+        reports.append(json.loads(capsys.readouterr().out))
+    plain, speculated = reports
+    assert speculated["tokens"] == plain["tokens"]
+    assert plain["tokens_per_pass"] == 1 and speculated["tokens_per_pass"] > 1.5
+    assert "1 to 4" in refusal(capsys, "--prompt", "x", "--speculate", "5")
+    assert "no multi-token-prediction head" in refusal(
+        capsys, "--model", str(folder), "--prompt", "x", "--speculate", "2"
+    )
+
+
 def test_json_holds_the_contract(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     report = run_json(capsys, folder, "--prompt", "Hello")
     assert report["prompt_tokens"] == [40, 69, 76, 76, 79]

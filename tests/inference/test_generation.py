@@ -18,7 +18,7 @@ from qwen35_jax.errors import NonFiniteError, PromptError
 from qwen35_jax.inference import generation
 from qwen35_jax.inference.buckets import prefill_chunks
 from qwen35_jax.inference.generation import generate
-from qwen35_jax.inference.programs import first_token, next_token, prefill_chunk
+from qwen35_jax.inference.programs import decode_block, first_token, prefill_chunk
 from qwen35_jax.inference.results import Generation, TokenEvent
 from qwen35_jax.inference.settings import GenerationSettings
 from qwen35_jax.inference.tokenizer import Tokenizer
@@ -128,22 +128,20 @@ def test_b05_b90_a_stopped_row_emits_padding_and_its_cache_is_frozen_while_other
     stop_id = full[1].tokens[2]
     assert stop_id not in full[1].tokens[:2]
     run = generation._Run(
-        tiny, prompts, [GREEDY] * 3, tokenizer=None, stop_ids=(stop_id,), on_token=lambda event: None
+        tiny, prompts, [GREEDY] * 3, None, (stop_id,), on_token=lambda event: None, speculation=None
     )
-    cache, logits = run._empty()
-    place = run.placement
-    rows, sampling, limits = place.put((run._first_rows(), run.sampling, run.limits))
+    model = (tiny.graphdef, run.placement, tiny.parameters)
+    memory = run._empty()
+    rows, sampling, limits = run.placement.put((run._first_rows(), run.sampling, run.limits))
     for tokens, segment_ids in run._padded_chunks():
-        logits, cache = prefill_chunk(
-            tiny.graphdef, place, tiny.parameters, cache, logits, tokens, segment_ids
-        )
-    rows, emission = first_token(place, logits, rows, sampling, limits)
+        memory = prefill_chunk(*model, memory, tokens, segment_ids)
+    memory, rows, emission = first_token(*model, memory, rows, sampling, limits)
     emitted = [emission]
     for step in range(1, 8):
-        before = jax.device_get(cache)
-        cache, rows, emission = next_token(
-            tiny.graphdef, place, tiny.parameters, cache, rows, np.ones(3, bool), sampling, limits
-        )
+        before = jax.device_get(memory.cache)
+        memory, rows, block = decode_block(*model, memory, rows, np.ones(3, bool), sampling, limits, steps=1)
+        cache = memory.cache
+        emission = jax.tree.map(lambda x: x[0, 0], block)
         emitted.append(emission)
         frozen = [not active for active in emission.emitted]
         assert frozen[1] == (step > 2)
@@ -209,25 +207,16 @@ def test_ids_without_a_token_are_never_drawn(tiny: TinyModel, ascii_tokenizer: T
 
 
 def test_b06_a_single_row_padded_on_the_left_gives_the_logits_of_the_unpadded_one(tiny: TinyModel) -> None:
-    run = generation._Run(tiny, [prompt(9)], [GREEDY], None, (), lambda event: None)
+    run = generation._Run(tiny, [prompt(9)], [GREEDY], None, (), lambda event: None, None)
     padding = np.random.default_rng(1).integers(1, VOCABULARY, (1, 7))
     results = []
     for tokens, segment_ids in (
         (np.concatenate([[prompt(9)], padding], axis=1), [[1] * 9 + [0] * 7]),
         (np.concatenate([padding, [prompt(9)]], axis=1), [[0] * 7 + [1] * 9]),
     ):
-        cache, logits = run._empty()
-        results.append(
-            prefill_chunk(
-                tiny.graphdef,
-                run.placement,
-                tiny.parameters,
-                cache,
-                logits,
-                tokens.astype(np.int32),
-                np.array(segment_ids, np.int32),
-            )
-        )
+        arguments = tokens.astype(np.int32), np.array(segment_ids, np.int32)
+        model = tiny.graphdef, run.placement, tiny.parameters
+        results.append(prefill_chunk(*model, run._empty(), *arguments))
     jax.tree.map(lambda right, left: np.testing.assert_allclose(left, right, atol=1e-5), *results)
 
 
@@ -250,13 +239,14 @@ def test_b95_broken_weights_raise_instead_of_giving_token_0(tiny: TinyModel, bad
 def test_b95_logits_that_break_later_name_their_step(
     tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def breaking(*arguments: Any) -> Any:
-        cache, rows, emission = next_token(*arguments)
-        finite = (rows.step < 4) | (jnp.arange(3) != 1)
-        return cache, rows, emission._replace(finite=finite)
+    def breaking(*arguments: Any, **static: Any) -> Any:
+        memory, rows, emission = decode_block(*arguments, **static)
+        # The first token is step 0, so that the third pass of the first block draws step 3.
+        breaks = (jnp.arange(static["steps"])[:, None, None] >= 2) & (jnp.arange(3) == 1)
+        return memory, rows, emission._replace(finite=~breaks)
 
-    breaking.lower = next_token.lower  # type: ignore[attr-defined]
-    monkeypatch.setattr(generation, "next_token", breaking)
+    breaking.lower = decode_block.lower  # type: ignore[attr-defined]
+    monkeypatch.setattr(generation, "decode_block", breaking)
     with pytest.raises(NonFiniteError, match=r"row 1 hold NaN or infinity at step 3 \(token 15\)"):
         generate(tiny, [prompt(4), prompt(12), prompt(40)], GREEDY)
 
@@ -264,7 +254,7 @@ def test_b95_logits_that_break_later_name_their_step(
 def test_b94_prompts_of_any_length_and_any_settings_compile_one_program_per_bucket(
     tiny: TinyModel, ascii_tokenizer: Tokenizer
 ) -> None:
-    programs = (prefill_chunk, first_token, next_token)
+    programs = (prefill_chunk, first_token, decode_block)
     before = [program._cache_size() for program in programs]
     for length in (1, 3, 7, 8, 9, 15, 16, 17, 24, 40, 120, 300):
         result = generate(tiny, [prompt(length)], dataclasses.replace(RANDOM, top_k=length))
@@ -285,8 +275,8 @@ def test_b94_a_long_chunk_is_no_larger_a_program_than_a_short_one(tiny: TinyMode
 
     sizes = []
     for length in (512, 4096):
-        run = generation._Run(tiny, [[1]], [GREEDY], None, (), lambda event: None)
-        cache, _ = run._empty()
+        run = generation._Run(tiny, [[1]], [GREEDY], None, (), lambda event: None, None)
+        cache = run._empty().cache
         program = jax.make_jaxpr(functools.partial(prefill, tiny.graphdef))(
             tiny.parameters,
             jnp.zeros((1, length), jnp.int32),

@@ -17,7 +17,7 @@ ON_EIGHT_DEVICES = textwrap.dedent(
     import jax, jax.numpy as jnp, numpy as np
     from jax.sharding import Mesh
     from qwen35_jax.inference.generation import _Run, generate
-    from qwen35_jax.inference.programs import next_token, prefill_chunk
+    from qwen35_jax.inference.programs import decode_block, prefill_chunk
     from qwen35_jax.inference.settings import GenerationSettings
     from qwen35_jax.model import abstract_model
     from qwen35_jax.sharding import parameter_axes, shardings
@@ -44,16 +44,17 @@ ON_EIGHT_DEVICES = textwrap.dedent(
         return [[row.tokens for row in generate(model, *run).generations] for run in runs]
 
     expected = tokens(alone)
-    before = prefill_chunk._cache_size(), next_token._cache_size()
+    before = prefill_chunk._cache_size(), decode_block._cache_size()
     found = tokens(together)
-    compiled = prefill_chunk._cache_size() - before[0], next_token._cache_size() - before[1]
+    compiled = prefill_chunk._cache_size() - before[0], decode_block._cache_size() - before[1]
 
-    run = _Run(together, prompts, [greedy] * 4, None, (), lambda event: None)
+    run = _Run(together, prompts, [greedy] * 4, None, (), lambda event: None, None)
     place = run.placement
-    cache, logits = run._empty()
+    memory = run._empty()
     rows, sampling, limits = place.put((run._first_rows(), run.sampling, run.limits))
     for chunk in run._padded_chunks():
-        logits, cache = prefill_chunk(graphdef, place, cut, cache, logits, *chunk)
+        memory = prefill_chunk(graphdef, place, cut, memory, *chunk)
+    cache = memory.cache
     delta_net, attention = cache.groups[0]
     after_prefill = {
         "window_q": delta_net.window_q, "window_k": delta_net.window_k, "window_v": delta_net.window_v,
@@ -61,7 +62,8 @@ ON_EIGHT_DEVICES = textwrap.dedent(
     }
     parts = {name: [array.shape, array.sharding.shard_shape(array.shape)] for name, array in after_prefill.items()}
     once = jax.tree.map(lambda array: array.sharding, cache)
-    cache, rows, _ = next_token(graphdef, place, cut, cache, rows, np.ones(4, bool), sampling, limits)
+    block = decode_block(graphdef, place, cut, memory, rows, np.ones(4, bool), sampling, limits, steps=2)
+    cache, rows = block[0].cache, block[1]
     stays = jax.tree.all(jax.tree.map(lambda array, s: array.sharding.is_equivalent_to(s, array.ndim), cache, once))
     print(json.dumps({
         "expected": expected, "found": found, "parts": parts, "stays": stays, "compiled": compiled,
@@ -111,5 +113,5 @@ def test_rows_and_heads_of_the_cache_are_cut_after_prefill_and_stay_so(seen: dic
 
 
 def test_b94_a_loop_on_a_mesh_compiles_each_program_once(seen: dict) -> None:
-    # Two batch sizes; prompts of 40 tokens are padded to one length.
-    assert seen["compiled"] == [2, 2]
+    # Prompts of 40 tokens are padded to one length, and three rows are filled up to four.
+    assert seen["compiled"] == [1, 1]

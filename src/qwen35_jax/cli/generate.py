@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from qwen35_jax.config import ModelConfig
     from qwen35_jax.inference.results import GenerationResult, TokenEvent
     from qwen35_jax.inference.settings import GenerationSettings
+    from qwen35_jax.inference.speculation import Speculation
     from qwen35_jax.inference.tokenizer import Tokenizer
 
 HELP = (
@@ -59,6 +60,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--presence-penalty", type=float, metavar="X", help="subtracted from logits of tokens in the answer"
     )
     sampling.add_argument("--seed", type=int, metavar="N", help="repeat the same draws")
+    parser.add_argument(
+        "--speculate",
+        type=int,
+        metavar="N",
+        help="let the checkpoint's multi-token-prediction head draft N tokens (1 to 4) for each pass of the model: "
+        "the same answer in fewer passes",
+    )
     ending = parser.add_argument_group("ending")
     ending.add_argument(
         "--stop",
@@ -104,9 +112,23 @@ def run(args: argparse.Namespace) -> int:
     settings = _settings(args, folder)
     check_prompts([prompt], settings, config.text)
     stop_ids = _stop_ids(args, folder, config, tokenizer)
-    model = load(folder, dtype=args.dtype, parameter_dtype=args.dtype, progress=_progress)
-    on_token = _printer(args)
-    result = generate(model, [prompt], settings, tokenizer=tokenizer, stop_ids=stop_ids, on_token=on_token)
+    speculation = _speculation(args, config)
+    model = load(
+        folder,
+        dtype=args.dtype,
+        parameter_dtype=args.dtype,
+        mtp=speculation is not None,
+        progress=_progress,
+    )
+    result = generate(
+        model,
+        [prompt],
+        settings,
+        tokenizer=tokenizer,
+        stop_ids=stop_ids,
+        on_token=_printer(args),
+        speculation=speculation,
+    )
     _report(args, result)
     return 0
 
@@ -117,6 +139,18 @@ def _tokenizer(folder: Path, *, required: bool) -> Tokenizer | None:
     if not required and not (folder / FILE_NAME).is_file():
         return None
     return Tokenizer.from_folder(folder)
+
+
+def _speculation(args: argparse.Namespace, config: ModelConfig) -> Speculation | None:
+    from qwen35_jax.inference.speculation import Speculation
+
+    if args.speculate is None:
+        return None
+    if not config.text.mtp_num_hidden_layers:
+        raise PromptError(
+            f"--speculate {args.speculate}: '{args.model}' has no multi-token-prediction head; leave it out"
+        )
+    return Speculation(args.speculate)
 
 
 def _prompt_tokens(args: argparse.Namespace, folder: Path, tokenizer: Tokenizer | None) -> list[int]:
@@ -220,6 +254,7 @@ def _report(args: argparse.Namespace, result: GenerationResult) -> None:
             "prefill_tokens_per_second": timing.prefill_tokens_per_second,
             "decode_tokens_per_second": timing.decode_tokens_per_second,
             "compile_seconds": timing.compile_seconds,
+            "tokens_per_pass": answer.tokens_per_pass,
         }
         print(json.dumps(report, ensure_ascii=False))
     elif _printer(args) is None:
@@ -228,6 +263,6 @@ def _report(args: argparse.Namespace, result: GenerationResult) -> None:
     print(
         f"prefill: {timing.prefill_tokens} tokens, {timing.prefill_tokens_per_second:.1f} tokens/s; "
         f"decode: {timing.decode_tokens} tokens, {timing.decode_tokens_per_second:.1f} tokens/s; "
-        f"compiling took {timing.compile_seconds:.1f} s before that",
+        f"{answer.tokens_per_pass:.2f} tokens a pass; compiling took {timing.compile_seconds:.1f} s before that",
         file=sys.stderr,
     )

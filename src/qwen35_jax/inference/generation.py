@@ -13,17 +13,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import Array
 
-from qwen35_jax.cache import Cache, init_cache
 from qwen35_jax.config import ModelConfig, TextConfig
 from qwen35_jax.errors import NonFiniteError, PromptError
 from qwen35_jax.inference.buckets import cache_capacity, prefill_chunks
 from qwen35_jax.inference.placement import Placement
-from qwen35_jax.inference.programs import Emission, Limits, Rows, first_token, next_token, prefill_chunk
+from qwen35_jax.inference.programs import Memory, decode_block, first_token, init_memory, prefill_chunk
 from qwen35_jax.inference.results import FinishReason, Generation, GenerationResult, Timing, TokenEvent
+from qwen35_jax.inference.rows import Emission, Limits, Rows
 from qwen35_jax.inference.sampling import stack_settings
 from qwen35_jax.inference.settings import DEFAULT_NEW_TOKENS, GenerationSettings
+from qwen35_jax.inference.speculation import Speculation
 from qwen35_jax.inference.stop_tokens import parse_token_ids, stop_token_ids
 from qwen35_jax.inference.streaming import AnswerText
 from qwen35_jax.inference.tokenizer import Tokenizer, check_token_ids
@@ -32,6 +32,9 @@ from qwen35_jax.model import Parameters
 Prompt = str | Sequence[int]
 STOP_ID_SLOTS = 8
 """Stop ids are padded to a multiple of this, so that their number compiles nothing."""
+
+PASSES_IN_A_BLOCK = 8
+"""Passes of the model between two looks of the host: enough to hide its work, few enough to stream by."""
 
 
 class RunnableModel(Protocol):
@@ -55,10 +58,11 @@ def generate(
     tokenizer: Tokenizer | None = None,
     stop_ids: Iterable[int] | None = None,
     on_token: Callable[[TokenEvent], None] | None = None,
+    speculation: Speculation | None = None,
 ) -> GenerationResult:
     """Continues prompts, all in one batch.
 
-    A row's answer does not depend on the rows beside it. Greedy decoding is the default.
+    A row's answer does not depend on the rows beside it, nor on speculation. Greedy decoding is the default.
 
     Args:
         model: from `qwen35_jax.checkpoint.load`.
@@ -68,13 +72,15 @@ def generate(
             these is asked for. Given one, ids past its vocabulary are never drawn.
         stop_ids: ids that end a row; by default those that the checkpoint names, see `stop_token_ids`.
         on_token: called for every token as it arrives.
+        speculation: lets the model's multi-token-prediction head draft tokens; the model is loaded with `mtp=True`.
 
     Returns:
         Tokens, text and timing. The tokens are the same whether they are streamed or not.
 
     Raises:
         PromptError: a prompt is empty, holds bad ids or is too long for the context together with what is to be
-            generated; or a setting needs a tokenizer and there is none. Raised before anything is compiled.
+            generated; or a setting needs a tokenizer and there is none; or speculation is asked of a model without
+            the head. Raised before anything is compiled.
         NonFiniteError: the model's logits hold NaN or infinity.
     """
     rows = _as_rows(prompts, settings)
@@ -92,7 +98,12 @@ def generate(
         )
     else:
         stop_ids = parse_token_ids([*stop_ids], "stop_ids")
-    run = _Run(model, tokens, per_row, tokenizer, stop_ids, on_token or (lambda event: None))
+    if speculation is not None and "mtp" not in model.parameters:
+        raise PromptError(
+            "speculation needs the multi-token-prediction head, and this model was loaded without one: "
+            "load(..., mtp=True), if its checkpoint has mtp.* tensors"
+        )
+    run = _Run(model, tokens, per_row, tokenizer, stop_ids, on_token or (lambda event: None), speculation)
     return run.result()
 
 
@@ -172,16 +183,23 @@ class _Run:
         tokenizer: Tokenizer | None,
         stop_ids: tuple[int, ...],
         on_token: Callable[[TokenEvent], None],
+        speculation: Speculation | None,
     ):
         self.model = model
+        self.speculation = speculation
         self.placement = Placement.beside(model.parameters)
-        self.prompts = prompts
+        # Rows without a prompt fill the batch up to what can be cut over a mesh; they have ended from the start.
+        self.asked = len(prompts)
+        empty = self.placement.filled_rows(self.asked) - self.asked
+        self.prompts = prompts = prompts + [[]] * empty
+        settings = settings + [GenerationSettings(max_new_tokens=1)] * empty
         self.on_token = on_token
         self.most = np.array([row.max_new_tokens for row in settings])
         self.seeds = [secrets.randbits(32) if row.seed is None else row.seed for row in settings]
         self.texts = [AnswerText(tokenizer, row.stop, () if row.ignore_eos else stop_ids) for row in settings]
         self.tokens: list[list[int]] = [[] for _ in prompts]
-        self.reasons: list[FinishReason | None] = [None] * len(prompts)
+        self.reasons: list[FinishReason | None] = [None if prompt else "length" for prompt in prompts]
+        self.passes = np.zeros(len(prompts), int)
         self.compile_seconds = 0.0
 
         text = model.config.text
@@ -189,6 +207,7 @@ class _Run:
         self.limits = Limits(
             stop_ids=jnp.asarray(_stop_id_rows(settings, stop_ids)),
             min_new_tokens=jnp.asarray(np.array([row.min_new_tokens for row in settings], np.int32)),
+            max_new_tokens=jnp.asarray(self.most.astype(np.int32)),
             vocabulary_size=jnp.int32(
                 text.vocab_size if tokenizer is None else min(text.vocab_size, tokenizer.vocabulary_size)
             ),
@@ -196,56 +215,56 @@ class _Run:
         )
 
     def result(self) -> GenerationResult:
-        graphdef, parameters, placement = self.model.graphdef, self.model.parameters, self.placement
-        cache, logits = self._empty()
+        static = self.model.graphdef, self.placement, self.model.parameters
+        memory = self._empty()
         # Placed beside the parameters, so that jit sees the same in a program's first call and in later ones.
-        rows, sampling, limits = placement.put((self._first_rows(), self.sampling, self.limits))
-        chunks = placement.put(list(self._padded_chunks()))
-        keep = self.most > 1
+        settings = self.placement.put((self.sampling, self.limits))
+        rows = self.placement.put(self._first_rows())
+        chunks = self.placement.put(list(self._padded_chunks()))
+        block = {"steps": PASSES_IN_A_BLOCK}
+        keep = self._going_on()
         # Compiled before the clock starts; calls below find the programs by their arguments' shapes.
-        for tokens, segment_ids in {
-            tokens.shape: (tokens, segment_ids) for tokens, segment_ids in chunks
-        }.values():
-            self._compile(prefill_chunk, graphdef, placement, parameters, cache, logits, tokens, segment_ids)
-        self._compile(first_token, placement, logits, rows, sampling, limits)
+        for tokens, segment_ids in {tokens.shape: (tokens, ids) for tokens, ids in chunks}.values():
+            self._compile(prefill_chunk, *static, memory, tokens, segment_ids)
+        self._compile(first_token, *static, memory, rows, *settings)
         if keep.any():
-            self._compile(next_token, graphdef, placement, parameters, cache, rows, keep, sampling, limits)
+            self._compile(decode_block, *static, memory, rows, keep, *settings, **block)
 
         begin = time.perf_counter()
         for tokens, segment_ids in chunks:
-            logits, cache = prefill_chunk(graphdef, placement, parameters, cache, logits, tokens, segment_ids)
-        rows, emission = first_token(placement, logits, rows, sampling, limits)
-        first_seen = begin
-        # The device runs one step ahead of the host: while a token becomes text and is shown, the next one is
-        # being computed. Stop ids freeze a row on the device itself; only the length and stop strings are
-        # told from here, and what a row draws after its end is not looked at.
-        for step in range(int(self.most.max())):
-            following = None
-            keep = np.array([reason is None for reason in self.reasons]) & (step + 1 < self.most)
-            if keep.any():
-                cache, rows, following = next_token(
-                    graphdef, placement, parameters, cache, rows, keep, sampling, limits
-                )
-            emission = jax.device_get(emission)
-            if step == 0:
-                first_seen = time.perf_counter()
-            self._receive(emission, step)
-            if following is None or all(self.reasons):
-                break
-            emission = following
+            memory = prefill_chunk(*static, memory, tokens, segment_ids)
+        memory, rows, first = first_token(*static, memory, rows, *settings)
+        # The device runs one block ahead of the host: while tokens become text and are shown, the next ones are being
+        # computed. Rows end on the device itself; only stop strings are told from here, and what a row draws after
+        # its end is not looked at.
+        following = None
+        if keep.any():
+            memory, rows, following = decode_block(*static, memory, rows, keep, *settings, **block)
+        self._receive(jax.device_get(first))
+        first_seen = time.perf_counter()
+        while not all(self.reasons):
+            assert following is not None
+            memory, rows, upcoming = decode_block(*static, memory, rows, self._going_on(), *settings, **block)
+            emissions = jax.device_get(following)
+            for step in range(PASSES_IN_A_BLOCK):
+                self._receive_pass(jax.tree.map(lambda x, step=step: x[step], emissions))
+            following = upcoming
         return self._collect(first_seen - begin, time.perf_counter() - first_seen)
 
-    def _empty(self) -> tuple[Cache, Array]:
-        """A cache with room for everything, and logits for the first chunk to replace."""
+    def _going_on(self) -> np.ndarray:
+        return np.array([reason is None for reason in self.reasons])
+
+    def _empty(self) -> Memory:
+        """Memory with room for everything."""
         text = self.model.config.text
         needed = max(len(prompt) + int(most) for prompt, most in zip(self.prompts, self.most, strict=True))
         capacity = cache_capacity(needed, text.max_context)
-        dtype = nnx.merge(self.model.graphdef, self.model.parameters).dtype
-        batch = len(self.prompts)
 
-        def empty() -> tuple[Cache, Array]:
-            cache = init_cache(text, batch=batch, capacity=capacity, dtype=dtype)
-            return cache, jnp.zeros((batch, text.vocab_size), jnp.promote_types(dtype, jnp.float32))
+        def empty() -> Memory:
+            model = nnx.merge(self.model.graphdef, self.model.parameters)
+            return init_memory(
+                model, text, batch=len(self.prompts), capacity=capacity, speculation=self.speculation
+            )
 
         # Every device makes its own part: the whole may be more than one can hold.
         shapes = jax.eval_shape(empty)
@@ -263,7 +282,7 @@ class _Run:
         return Rows(
             token=jnp.zeros(batch, jnp.int32),
             step=jnp.zeros(batch, jnp.int32),
-            active=jnp.ones(batch, bool),
+            active=jnp.asarray(self._going_on()),
             seen=jnp.asarray(seen),
             generated=jnp.zeros((batch, vocab), bool),
         )
@@ -279,17 +298,24 @@ class _Run:
                 segment_ids[row, : len(piece)] = 1
             yield tokens, segment_ids
 
-    def _compile(self, program: Any, *arguments: Any) -> None:
+    def _compile(self, program: Any, *arguments: Any, **static: Any) -> None:
         begin = time.perf_counter()
-        program.lower(*arguments).compile()
+        program.lower(*arguments, **static).compile()
         self.compile_seconds += time.perf_counter() - begin
 
-    def _receive(self, emission: Emission, step: int) -> None:
-        """Takes one step's tokens into the rows, and reports them."""
+    def _receive_pass(self, emissions: Emission) -> None:
+        """Takes the tokens [position batch] of one pass of the model."""
+        self.passes += self._going_on() & emissions.emitted[0]
+        for position in range(emissions.token.shape[0]):
+            self._receive(jax.tree.map(lambda x, position=position: x[position], emissions))
+
+    def _receive(self, emission: Emission) -> None:
+        """Takes one draw's tokens into the rows, and reports them."""
         for row in np.flatnonzero(emission.emitted):
             if self.reasons[row] is not None:
                 continue  # drawn after a stop string that the device had not heard of
             if not emission.finite[row]:
+                step = len(self.tokens[row])
                 raise NonFiniteError(
                     f"the logits of row {row} hold NaN or infinity at step {step} (token "
                     f"{len(self.prompts[row]) + step}): the weights or the precision are broken; "
@@ -313,12 +339,12 @@ class _Run:
             self.on_token(TokenEvent(row, None, shown, self.reasons[row]))
 
     def _collect(self, prefill_seconds: float, decode_seconds: float) -> GenerationResult:
-        rows = zip(self.prompts, self.tokens, self.texts, self.reasons, self.seeds, strict=True)
-        decode_tokens = sum(len(tokens) - 1 for tokens in self.tokens)
+        rows = zip(self.prompts, self.tokens, self.texts, self.reasons, self.seeds, self.passes, strict=True)
+        decode_tokens = sum(len(tokens) - 1 for tokens in self.tokens[: self.asked])
         return GenerationResult(
             generations=tuple(
-                Generation(tuple(prompt), tuple(tokens), text.text, reason or "length", seed)
-                for prompt, tokens, text, reason, seed in rows
+                Generation(tuple(prompt), tuple(tokens), text.text, reason or "length", seed, int(passes))
+                for prompt, tokens, text, reason, seed, passes in list(rows)[: self.asked]
             ),
             timing=Timing(
                 compile_seconds=self.compile_seconds,

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from qwen35_jax.cache import Cache
 from qwen35_jax.model import Parameters
 from qwen35_jax.sharding import cache_shardings
-from qwen35_jax.sharding.rules import fitting_sharding
+from qwen35_jax.sharding.rules import RULES, fitting_sharding
 
 Tree = TypeVar("Tree")
 
@@ -36,6 +36,13 @@ class Placement:
         if isinstance(sharding, NamedSharding):
             return cls(NamedSharding(sharding.mesh, PartitionSpec()))
         return cls(sharding)
+
+    def filled_rows(self, rows: int) -> int:
+        """The next number of rows that can be cut evenly."""
+        cut = 1
+        if isinstance(self.whole, NamedSharding):
+            cut = self.whole.mesh.shape.get(RULES["batch"], 1)
+        return -(-rows // cut) * cut
 
     def shardings(self, tree: Tree) -> Tree:
         """The sharding of every array, as a tree of its structure. Caches may stand anywhere in it."""

@@ -1,8 +1,8 @@
-"""The compiled programs of generation: prefill of a chunk, the first draw, and decode with its draw.
+"""The compiled programs of generation: prefill of a chunk, the first draw, and a block of decoding steps.
 
-They are all there is: a generation runs `prefill_chunk` in one of a few padded lengths, `first_token` once,
-and then `next_token` for every token. Sampling settings, stop ids and limits are arrays, so none of them
-compiles anything anew.
+They are all there is: a generation runs `prefill_chunk` in one of a few padded lengths, `first_token` once, and then
+`decode_block` until every row has ended. Sampling settings, stop ids and limits are arrays, so none of them compiles
+anything anew.
 """
 
 from __future__ import annotations
@@ -15,146 +15,168 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from qwen35_jax.cache import Cache
+from qwen35_jax.cache import Cache, init_cache
+from qwen35_jax.config import TextConfig
 from qwen35_jax.inference.placement import Placement
-from qwen35_jax.inference.sampling import Sampling, draw, penalize
-from qwen35_jax.model import Parameters, decode_step, prefill
+from qwen35_jax.inference.rows import Emission, Limits, Rows, draw_next, empty_emissions
+from qwen35_jax.inference.sampling import Sampling
+from qwen35_jax.inference.speculation import (
+    Draft,
+    Speculation,
+    first_guesses,
+    init_draft,
+    prefill_head,
+    speculative_step,
+)
+from qwen35_jax.model import Parameters
+from qwen35_jax.nn.text_model import TextModel
+from qwen35_jax.ops.segments import is_real, last_real
 
 
-class Rows(NamedTuple):
-    """Where each row of a batch stands.
-
-    Attributes:
-        token: the last token drawn.
-        step: tokens drawn so far.
-        active: false once a row has stopped; it then emits `Limits.pad_id` and its cache is frozen.
-        seen: tokens in the prompt or the answer.
-        generated: tokens in the answer.
-    """
-
-    token: Int[Array, "batch"]
-    step: Int[Array, "batch"]
-    active: Bool[Array, "batch"]
-    seen: Bool[Array, "batch vocab"]
-    generated: Bool[Array, "batch vocab"]
-
-
-class Limits(NamedTuple):
-    """What may be drawn, and when a row ends.
+class Memory(NamedTuple):
+    """What is remembered between two calls.
 
     Attributes:
-        stop_ids: ids that end a row; -1 fills the array up to a fixed length.
-        min_new_tokens: before this many tokens no stop id is drawn.
-        vocabulary_size: ids from here on are never drawn: rows of the embedding without a token.
-        pad_id: emitted by rows that have stopped.
+        cache: of the main model.
+        logits: after each row's last consumed token of the prompt.
+        draft: of the multi-token-prediction head, where it speculates.
     """
 
-    stop_ids: Int[Array, "batch stops"]
-    min_new_tokens: Int[Array, "batch"]
-    vocabulary_size: Int[Array, ""]
-    pad_id: Int[Array, ""]
+    cache: Cache
+    logits: Float[Array, "batch vocab"]
+    draft: Draft | None
 
 
-class Emission(NamedTuple):
-    """What a step gives the host.
+def init_memory(
+    model: TextModel, config: TextConfig, *, batch: int, capacity: int, speculation: Speculation | None
+) -> Memory:
+    """Memory of rows that have consumed nothing.
 
-    Attributes:
-        token: the drawn token, `pad_id` in rows that had stopped before.
-        emitted: whether the row was active.
-        stopped: whether the token is a stop id.
-        finite: whether the logits held neither NaN nor infinity.
+    Args:
+        model: says in which dtype.
+        config: of the model.
+        batch: rows.
+        capacity: tokens that each row has room for.
+        speculation: how the head drafts; None without it.
     """
+    sizes = {"batch": batch, "capacity": capacity, "dtype": model.dtype}
+    return Memory(
+        cache=init_cache(config, **sizes),
+        logits=jnp.zeros((batch, config.vocab_size), jnp.promote_types(model.dtype, jnp.float32)),
+        draft=None if speculation is None else init_draft(config, speculation, **sizes),
+    )
 
-    token: Int[Array, "batch"]
-    emitted: Bool[Array, "batch"]
-    stopped: Bool[Array, "batch"]
-    finite: Bool[Array, "batch"]
 
-
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnames=("cache", "logits"))
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnames="memory")
 def prefill_chunk(
     graphdef: nnx.GraphDef,
     placement: Placement,
     parameters: Parameters,
-    cache: Cache,
-    logits: Float[Array, "batch vocab"],
+    memory: Memory,
     tokens: Int[Array, "batch time"],
     segment_ids: Int[Array, "batch time"],
-) -> tuple[Float[Array, "batch vocab"], Cache]:
+) -> Memory:
     """Consumes the next piece of every prompt.
 
     Args:
         placement: that of the arguments, and so of the results.
-        logits: of the pieces before; kept for rows that have no token left in this piece.
-        segment_ids: 1 for tokens, 0 for padding.
+        segment_ids: 1 for tokens, 0 for padding before or after them. A row without tokens stays as it is.
     """
-    latest, cache = prefill(graphdef, parameters, tokens, cache, segment_ids=segment_ids)
-    has_tokens = (segment_ids > 0).any(axis=1)
-    return placement.keep((jnp.where(has_tokens[:, None], latest, logits), cache))
+    model = nnx.merge(graphdef, parameters)
+    residual, updates = model.residual(tokens, None, segment_ids, memory.cache)
+    hidden = model.normed(residual)
+    draft = memory.draft
+    if draft is not None:
+        starts = memory.cache.lengths == 0
+        draft = prefill_head(model, draft, residual, hidden, tokens, segment_ids, starts)
+    last = last_real(segment_ids)[:, None, None]
+    latest = model.logits(jnp.take_along_axis(hidden, last, axis=1)[:, 0])
+    cache = memory.cache.extended(updates, is_real(segment_ids))
+    # The host has made room: a row that overflowed all the same must not look healthy.
+    latest = jnp.where((cache.lengths <= cache.capacity)[:, None], latest, jnp.nan)
+    logits = jnp.where(is_real(segment_ids).any(axis=1)[:, None], latest, memory.logits)
+    return placement.keep(Memory(cache, logits, draft))
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnames=("memory", "rows"))
 def first_token(
-    placement: Placement,
-    logits: Float[Array, "batch vocab"],
-    rows: Rows,
-    sampling: Sampling,
-    limits: Limits,
-) -> tuple[Rows, Emission]:
-    """Draws the first token of every answer from the prompt's logits."""
-    return placement.keep(_advance(logits, rows, sampling, limits))
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnames="cache")
-def next_token(
     graphdef: nnx.GraphDef,
     placement: Placement,
     parameters: Parameters,
-    cache: Cache,
+    memory: Memory,
+    rows: Rows,
+    sampling: Sampling,
+    limits: Limits,
+) -> tuple[Memory, Rows, Emission]:
+    """Draws the first token of every answer from the prompt's logits."""
+    rows, emission = draw_next(memory.logits, rows, sampling, limits)
+    if memory.draft is not None:
+        model = nnx.merge(graphdef, parameters)
+        memory = memory._replace(draft=first_guesses(model, memory.draft, rows, sampling, limits))
+    return placement.keep((memory, rows, emission))
+
+
+_BlockCarry = tuple[Int[Array, ""], Memory, Rows, Emission]
+
+
+@functools.partial(
+    jax.jit, static_argnums=(0, 1), static_argnames="steps", donate_argnames=("memory", "rows")
+)
+def decode_block(
+    graphdef: nnx.GraphDef,
+    placement: Placement,
+    parameters: Parameters,
+    memory: Memory,
     rows: Rows,
     keep: Bool[Array, "batch"],
     sampling: Sampling,
     limits: Limits,
-) -> tuple[Cache, Rows, Emission]:
-    """Consumes the token drawn last and draws the next one, in one dispatch.
+    *,
+    steps: int,
+) -> tuple[Memory, Rows, Emission]:
+    """Passes of the model over each row's last token, each with the draws that follow; none when no row is active.
 
     Args:
-        keep: false ends a row from outside, for its length or a stop string.
+        placement: that of the arguments, and so of the results.
+        keep: false ends a row from outside, for a stop string.
+        steps: passes at most. The host sees their tokens together.
+
+    Returns:
+        The memory, the rows, and the emissions [steps position batch] in the order of the answer: one position a pass,
+        or as many as drafts and one more where the head speculates.
     """
+    model = nnx.merge(graphdef, parameters)
+
+    def more(carry: _BlockCarry) -> Bool[Array, ""]:
+        done, _, rows, _ = carry
+        return (done < steps) & rows.active.any()
+
+    def step(carry: _BlockCarry) -> _BlockCarry:
+        done, memory, rows, emissions = carry
+        if memory.draft is None:
+            cache, rows, emission = _plain_step(model, memory.cache, rows, sampling, limits)
+            memory = memory._replace(cache=cache)
+        else:
+            cache, draft, rows, emission = speculative_step(
+                model, memory.cache, memory.draft, rows, sampling, limits
+            )
+            memory = memory._replace(cache=cache, draft=draft)
+        emissions = jax.tree.map(lambda block, one: block.at[done].set(one), emissions, emission)
+        return done + 1, *placement.keep((memory, rows)), emissions
+
     rows = rows._replace(active=rows.active & keep)
-    logits, cache = decode_step(graphdef, parameters, rows.token, cache, active=rows.active)
-    rows, emission = _advance(logits, rows, sampling, limits)
-    return placement.keep((cache, rows, emission))
+    positions = 1 if memory.draft is None else memory.draft.tokens.shape[1] + 1
+    nothing = empty_emissions((steps, positions, *rows.token.shape), limits)
+    _, memory, rows, emissions = jax.lax.while_loop(more, step, (jnp.int32(0), memory, rows, nothing))
+    return *placement.keep((memory, rows)), emissions
 
 
-def _advance(
-    logits: Float[Array, "batch vocab"], rows: Rows, sampling: Sampling, limits: Limits
-) -> tuple[Rows, Emission]:
-    finite = jnp.isfinite(logits).all(axis=-1)
-    logits = penalize(logits, sampling, seen=rows.seen, generated=rows.generated)
-    logits = _forbid(logits, rows.step, limits)
-    token = jnp.where(rows.active, draw(logits, sampling, rows.step), limits.pad_id)
-    stopped = (token[:, None] == limits.stop_ids).any(axis=1) & rows.active
-    drawn = rows.active[:, None] & (jnp.arange(logits.shape[-1]) == token[:, None])
-    following = Rows(
-        token=token,
-        step=rows.step + rows.active,
-        active=rows.active & ~stopped,
-        seen=rows.seen | drawn,
-        generated=rows.generated | drawn,
-    )
-    return following, Emission(token, rows.active, stopped, finite | ~rows.active)
-
-
-def _forbid(
-    logits: Float[Array, "batch vocab"], step: Int[Array, "batch"], limits: Limits
-) -> Float[Array, "batch vocab"]:
-    """Minus infinity where no token is, and at the stop ids while a row is too short to stop."""
-    batch, vocab = logits.shape
-    stop_ids = jnp.where(
-        limits.stop_ids < 0, vocab, limits.stop_ids
-    )  # the filler falls outside and is dropped
-    too_short = (step < limits.min_new_tokens)[:, None]
-    forbidden = jnp.broadcast_to(jnp.arange(vocab) >= limits.vocabulary_size, (batch, vocab))
-    forbidden = forbidden.at[jnp.arange(batch)[:, None], stop_ids].max(too_short, mode="drop")
-    return jnp.where(forbidden, -jnp.inf, logits)
+def _plain_step(
+    model: TextModel, cache: Cache, rows: Rows, sampling: Sampling, limits: Limits
+) -> tuple[Cache, Rows, Emission]:
+    """Consumes the token drawn last and draws the next one."""
+    segment_ids = rows.active[:, None].astype(jnp.int32)
+    hidden, after = model(rows.token[:, None], segment_ids=segment_ids, cache=cache)
+    assert after is not None
+    rows, emission = draw_next(model.logits(hidden[:, 0]), rows, sampling, limits)
+    return after, rows, jax.tree.map(lambda x: x[None], emission)

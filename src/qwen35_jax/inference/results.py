@@ -36,6 +36,7 @@ class Generation:
             is no tokenizer.
         finish_reason: `stop` after a stop id or stop string, `length` when the tokens ran out.
         seed: repeats these draws.
+        passes: of the model over this row after its prompt.
     """
 
     prompt_tokens: tuple[int, ...]
@@ -43,6 +44,12 @@ class Generation:
     text: str
     finish_reason: FinishReason
     seed: int
+    passes: int
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Mean tokens drawn after a pass of the model over the answer: 1, or more where guesses held; 0 without one."""
+        return (len(self.tokens) - 1) / self.passes if self.passes else 0.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,6 +21,11 @@ def is_real(segment_ids: Int[Array, "*batch"]) -> Bool[Array, "*batch"]:
     return segment_ids > 0
 
 
+def last_real(segment_ids: Int[Array, "batch time"]) -> Int[Array, "batch"]:
+    """Index of each row's last token that is no padding; 0 in a row of padding."""
+    return jnp.where(is_real(segment_ids), jnp.arange(segment_ids.shape[1]), 0).max(axis=1)
+
+
 def segment_starts(segment_ids: Int[Array, "batch time"]) -> Bool[Array, "batch time"]:
     """True at every real token that cuts; nowhere in the first segment of a row, which continues the cache."""
     time = segment_ids.shape[-1]

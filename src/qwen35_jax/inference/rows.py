@@ -1,0 +1,107 @@
+"""Where the rows of a batch stand, and how each of them draws its next token."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from qwen35_jax.inference.sampling import Sampling, draw, penalize
+
+
+class Rows(NamedTuple):
+    """Where each row of a batch stands.
+
+    Attributes:
+        token: the last token drawn.
+        step: tokens drawn so far.
+        active: false once a row has ended; it then emits `Limits.pad_id` and its cache is frozen.
+        seen: tokens in the prompt or the answer.
+        generated: tokens in the answer.
+    """
+
+    token: Int[Array, "batch"]
+    step: Int[Array, "batch"]
+    active: Bool[Array, "batch"]
+    seen: Bool[Array, "batch vocab"]
+    generated: Bool[Array, "batch vocab"]
+
+
+class Limits(NamedTuple):
+    """What may be drawn, and when a row ends.
+
+    Attributes:
+        stop_ids: ids that end a row; -1 fills the array up to a fixed length.
+        min_new_tokens: before this many tokens no stop id is drawn.
+        max_new_tokens: a row ends with this many tokens.
+        vocabulary_size: ids from here on are never drawn: rows of the embedding without a token.
+        pad_id: emitted by rows that have ended.
+    """
+
+    stop_ids: Int[Array, "batch stops"]
+    min_new_tokens: Int[Array, "batch"]
+    max_new_tokens: Int[Array, "batch"]
+    vocabulary_size: Int[Array, ""]
+    pad_id: Int[Array, ""]
+
+
+class Emission(NamedTuple):
+    """What a draw gives the host.
+
+    Attributes:
+        token: the drawn token, `pad_id` in rows that had ended before.
+        emitted: whether the row was active.
+        stopped: whether the token is a stop id.
+        finite: whether the logits held neither NaN nor infinity.
+    """
+
+    token: Int[Array, "*draws batch"]
+    emitted: Bool[Array, "*draws batch"]
+    stopped: Bool[Array, "*draws batch"]
+    finite: Bool[Array, "*draws batch"]
+
+
+def empty_emissions(shape: tuple[int, ...], limits: Limits) -> Emission:
+    """What steps that did not run give the host."""
+    return Emission(
+        token=jnp.full(shape, limits.pad_id, jnp.int32),
+        emitted=jnp.zeros(shape, bool),
+        stopped=jnp.zeros(shape, bool),
+        finite=jnp.ones(shape, bool),
+    )
+
+
+def draw_next(
+    logits: Float[Array, "batch vocab"], rows: Rows, sampling: Sampling, limits: Limits
+) -> tuple[Rows, Emission]:
+    """Draws a token for every active row, and ends rows that drew a stop id or reached their length."""
+    finite = jnp.isfinite(logits).all(axis=-1)
+    logits = penalize(logits, sampling, seen=rows.seen, generated=rows.generated)
+    logits = _forbid(logits, rows.step, limits)
+    token = jnp.where(rows.active, draw(logits, sampling, rows.step), limits.pad_id)
+    stopped = (token[:, None] == limits.stop_ids).any(axis=1) & rows.active
+    drawn = rows.active[:, None] & (jnp.arange(logits.shape[-1]) == token[:, None])
+    step = rows.step + rows.active
+    following = Rows(
+        token=token,
+        step=step,
+        active=rows.active & ~stopped & (step < limits.max_new_tokens),
+        seen=rows.seen | drawn,
+        generated=rows.generated | drawn,
+    )
+    return following, Emission(token, rows.active, stopped, finite | ~rows.active)
+
+
+def _forbid(
+    logits: Float[Array, "batch vocab"], step: Int[Array, "batch"], limits: Limits
+) -> Float[Array, "batch vocab"]:
+    """Minus infinity where no token is, and at the stop ids while a row is too short to stop."""
+    batch, vocab = logits.shape
+    stop_ids = jnp.where(
+        limits.stop_ids < 0, vocab, limits.stop_ids
+    )  # the filler falls outside and is dropped
+    too_short = (step < limits.min_new_tokens)[:, None]
+    forbidden = jnp.broadcast_to(jnp.arange(vocab) >= limits.vocabulary_size, (batch, vocab))
+    forbidden = forbidden.at[jnp.arange(batch)[:, None], stop_ids].max(too_short, mode="drop")
+    return jnp.where(forbidden, -jnp.inf, logits)
