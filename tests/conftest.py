@@ -26,3 +26,12 @@ def x64() -> Iterator[None]:
     """Float64 for the duration of one test. Arrays made before or after it keep their float32."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture
+def compiled_quickly() -> Iterator[None]:
+    """Without most optimizations for the duration of one test: for those that compile far longer than they run."""
+    optimizations_left_out = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", optimizations_left_out)

@@ -29,13 +29,10 @@ pytestmark = pytest.mark.extended
 
 
 @pytest.fixture(autouse=True)
-def operation_by_operation() -> Iterator[None]:
-    """Nothing but single operations is compiled, some 800 of them, and without optimizing a third faster."""
-    optimizing = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
+def operation_by_operation(compiled_quickly) -> Iterator[None]:
+    """Nothing but single operations is compiled, some 800 of them."""
     with jax.enable_x64(True), jax.disable_jit():
         yield
-    jax.config.update("jax_disable_most_optimizations", optimizing)
 
 
 Mutation = Callable[[pytest.MonkeyPatch], None]
