@@ -60,6 +60,15 @@ def test_link_out_of_the_folder_is_refused_and_its_target_copied_nowhere(tmp_pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "secret"]
 
 
+def test_link_to_what_is_written_anew_is_no_matter(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "in")
+    (tmp_path / "in" / "config.json").rename(tmp_path / "config.json")
+    (tmp_path / "in" / "config.json").symlink_to(tmp_path / "config.json")
+    export(tmp_path / "in", tmp_path / "out")
+    assert (tmp_path / "out" / "config.json").read_text() == (tmp_path / "config.json").read_text()
+    assert not (tmp_path / "out" / "config.json").is_symlink()
+
+
 def test_links_of_the_hub_cache_are_followed(folders: tuple[Path, Path], tmp_path: Path) -> None:
     _, target = folders
     snapshot, blobs = tmp_path / "model" / "snapshots" / "abc", tmp_path / "model" / "blobs"

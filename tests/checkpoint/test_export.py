@@ -200,3 +200,20 @@ def test_files_are_as_readable_as_any_new_file(tmp_path: Path) -> None:
         os.umask(umask)
     assert (tmp_path / "out").stat().st_mode & 0o777 == 0o755
     assert (tmp_path / "out" / "model.safetensors").stat().st_mode & 0o777 == 0o644
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_shards_of_no_bytes_are_refused(tmp_path: Path, limit: int) -> None:
+    write_checkpoint(tmp_path / "in")
+    config, parameters, kept = load_hf(tmp_path / "in")
+    with pytest.raises(CheckpointError, match=f"max_shard_bytes: found {limit}"):
+        export_hf(parameters, config, tmp_path / "out", kept=kept, max_shard_bytes=limit)
+
+
+def test_parameters_that_are_no_real_numbers_are_refused(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "in")
+    config, parameters, kept = load_hf(tmp_path / "in", to_device=False)
+    parameters["final_norm"]["weight"] = parameters["final_norm"]["weight"].astype(np.int8)
+    with pytest.raises(CheckpointError, match=r"'final_norm\.weight': found int8, expected float16"):
+        export_hf(parameters, config, tmp_path / "out", kept=kept)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from qwen35_jax.checkpoint.hf import open_hf
+from qwen35_jax.checkpoint.hf import load_hf, open_hf
 from qwen35_jax.checkpoint.index import INDEX_FILE, open_weight_files
-from qwen35_jax.errors import CheckpointError
+from qwen35_jax.errors import CheckpointError, Qwen35Error
 from tests.checkpoint.tiny_checkpoint import write_checkpoint
 
 
@@ -155,3 +155,33 @@ def test_malformed_index_is_refused_by_name(tmp_path: Path, text: str) -> None:
     (tmp_path / INDEX_FILE).write_bytes(text.encode("latin-1"))
     with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json"):
         open_weight_files(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "model.safetensors.index.json", "config.json"])
+@pytest.mark.parametrize("kind", ["pipe", "folder"])
+def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path, file: str, kind: str) -> None:
+    write_checkpoint(tmp_path, shards=2 if "index" in file else 1)
+    (tmp_path / file).unlink()
+    if kind == "pipe":
+        os.mkfifo(tmp_path / file)
+    else:
+        (tmp_path / file).mkdir()
+    with pytest.raises(Qwen35Error, match=rf"{file}: cannot be read.*not a regular file"):
+        load_hf(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "model.safetensors.index.json"])
+def test_link_to_nothing_is_named(tmp_path: Path, file: str) -> None:
+    write_checkpoint(tmp_path, shards=2 if "index" in file else 1)
+    (tmp_path / file).unlink()
+    (tmp_path / file).symlink_to(tmp_path / "nothing")
+    with pytest.raises(CheckpointError, match=f"{file}: is a link to a file that is not there"):
+        load_hf(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["\\ud800.safetensors", "x" * 5000 + ".safetensors", "a\\nb.safetensors"])
+def test_shard_name_that_no_file_can_have_is_refused(tmp_path: Path, name: str) -> None:
+    write_checkpoint(tmp_path, shards=2)
+    (tmp_path / "model.safetensors.index.json").write_text(f'{{"weight_map": {{"a": "{name}"}}}}')
+    with pytest.raises(CheckpointError, match="does not name a file inside the folder"):
+        load_hf(tmp_path)

@@ -8,6 +8,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -172,12 +173,66 @@ def test_kept_tensors_that_are_gone_are_refused(converted: Path, tmp_path: Path)
         load_orbax(broken)
 
 
-def test_damaged_layout_is_refused_by_name(converted: Path, tmp_path: Path) -> None:
+SHARD = "model-00001-of-00002.safetensors"
+
+
+def _renamed(name: str) -> Callable[[dict], dict]:
+    return lambda layout: layout | {"headers": {name: layout["headers"][SHARD]}}
+
+
+DAMAGED: dict[str, tuple[Callable[[dict], Any], str]] = {
+    "empty": (lambda layout: {}, "is damaged"),
+    "list": (lambda layout: [1], "is damaged"),
+    "no headers": (lambda layout: layout | {"headers": {}}, "headers are no texts"),
+    "headers of numbers": (lambda layout: layout | {"headers": {SHARD: 1}}, "headers are no texts"),
+    "header that is none": (lambda layout: layout | {"headers": {SHARD: "{"}}, "not valid JSON"),
+    "config that is none": (lambda layout: layout | {"config": "{"}, "not valid JSON"),
+    "index that is no text": (lambda layout: layout | {"index": 3}, "no text"),
+    "kept that is no list": (lambda layout: layout | {"kept": 3}, "kept is no list"),
+    "file above the folder": (_renamed("../../evil.safetensors"), "does not name a file inside the folder"),
+    "file anywhere": (_renamed("/tmp/evil.safetensors"), "does not name a file inside the folder"),
+    "file over another": (_renamed("config.json"), "is not a .safetensors file"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_damaged_layout_is_refused_by_name_and_writes_nothing(
+    converted: Path, tmp_path: Path, case: str
+) -> None:
+    """The names in it are those of files that an export writes, and the folder may come from anyone."""
     broken = tmp_path / "broken"
     shutil.copytree(converted, broken)
-    (broken / "source_layout.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"source_layout\.json: is damaged"):
-        load_orbax(broken)
+    damage, message = DAMAGED[case]
+    layout = json.loads((broken / "source_layout.json").read_text())
+    (broken / "source_layout.json").write_text(json.dumps(damage(layout)))
+    with pytest.raises(CheckpointError, match=rf"source_layout\.json: .*{message}"):
+        export(broken, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["broken"]
+
+
+def test_layout_that_would_turn_parameters_into_whole_numbers_is_refused(
+    converted: Path, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(converted, broken)
+    layout = (broken / "source_layout.json").read_text()
+    (broken / "source_layout.json").write_text(layout.replace("BF16", "I16"))
+    with pytest.raises(CheckpointError, match=r"embed_tokens.*layout says int16"):
+        export(broken, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["broken"]
+
+
+def test_parameters_that_are_no_real_numbers_are_refused(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, parameters, _ = load_hf(source, to_device=False)
+    parameters["final_norm"]["weight"] = parameters["final_norm"]["weight"].astype(np.int8)
+    with pytest.raises(CheckpointError, match=r"'final_norm\.weight': found int8"):
+        save_orbax(parameters, config, tmp_path / "saved")
+    monkeypatch.setattr(orbax, "check_parameters", lambda parameters, config: None)
+    save_orbax(parameters, config, tmp_path / "saved")
+    with pytest.raises(CheckpointError, match=r"'final_norm\.weight' is int8, expected float16"):
+        load_orbax(tmp_path / "saved")
 
 
 def test_error_in_the_middle_leaves_nothing_behind(

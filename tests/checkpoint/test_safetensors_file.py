@@ -72,6 +72,16 @@ MALFORMED = {
     "bytes after the last tensor": ({"a": entry()}, ONE + b"\0", None),
     "bytes without a tensor": ({}, b"\0", None),
     "one byte short": ({"a": entry()}, ONE[:-1], None),
+    "name that cannot be printed": (
+        '{"\\ud800": {"dtype":"F32","shape":[2],"data_offsets":[0,8]}}',
+        ONE,
+        None,
+    ),
+    "number of thousands of digits": (
+        f'{{"a": {{"dtype":"F32","shape":[{"9" * 5000}],"data_offsets":[0,8]}}}}',
+        ONE,
+        None,
+    ),
     "metadata that is no text": ({"__metadata__": {"step": 3}, "a": entry()}, ONE, None),
 }
 

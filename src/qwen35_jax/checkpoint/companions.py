@@ -18,31 +18,27 @@ LAYOUT_FILE = "source_layout.json"
 _DESCRIBE_WEIGHTS = ("*.index.json", LAYOUT_FILE)  # made anew by whoever writes the weights
 
 
-def companions_of(folder: Path) -> list[Path]:
-    """The files of a folder that travel with its weights; subfolders and all other files do not.
+def copy_companions(source: Path, destination: Path) -> None:
+    """Copy the files of a folder that travel with its weights, except what is already at the destination.
+
+    Subfolders and all other files stay behind.
 
     Raises:
         CheckpointError: the folder cannot be read, or a file is a link that leaves it: what a model folder from
             elsewhere points to on this machine must not end up in a copy.
     """
     try:
-        paths = sorted(folder.iterdir())
+        paths = sorted(source.iterdir())
     except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be read: {error.strerror}") from error
-    found = [
-        path
-        for path in paths
-        if any(fnmatch.fnmatchcase(path.name, pattern) for pattern in COMPANIONS)
-        and not any(fnmatch.fnmatchcase(path.name, pattern) for pattern in _DESCRIBE_WEIGHTS)
-        and path.is_file()
-    ]
-    for path in found:
-        check_stays_inside(folder, path)
-    return found
-
-
-def copy_companions(source: Path, destination: Path) -> None:
-    """Copy the companions of one folder into another, except what is already there. Errors as `companions_of`."""
-    for path in companions_of(source):
-        if not (destination / path.name).exists():
+        raise CheckpointError(f"{source}: cannot be read: {error.strerror}") from error
+    for path in paths:
+        if _is_companion(path.name) and path.is_file() and not (destination / path.name).exists():
+            check_stays_inside(source, path)
             shutil.copyfile(path, destination / path.name)
+
+
+def _is_companion(name: str) -> bool:
+    def matches(patterns: tuple[str, ...]) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+    return matches(COMPANIONS) and not matches(_DESCRIBE_WEIGHTS)

@@ -17,6 +17,7 @@ from qwen35_jax.checkpoint.index import INDEX_FILE, SINGLE_FILE
 from qwen35_jax.checkpoint.parameter_tree import dotted, leaf, parameter_leaves
 from qwen35_jax.checkpoint.progress import Progress, quiet
 from qwen35_jax.checkpoint.safetensors_file import (
+    PARAMETER_DTYPES,
     StoredTensor,
     TensorToWrite,
     make_header,
@@ -74,6 +75,8 @@ def export_hf(
         CheckpointError: parameters that do not fit the config, a destination in use, or a full disk.
     """
     destination = Path(destination)
+    if max_shard_bytes is not None and max_shard_bytes < 1:
+        raise CheckpointError(f"max_shard_bytes: found {max_shard_bytes}, expected a number of bytes")
     check_parameters(parameters, config)
     layout = None if kept is None else kept.layout
     known = {} if layout is None else _layout_tensors(layout)
@@ -104,7 +107,7 @@ def export_hf(
 
 
 def check_parameters(parameters: Mapping[str, Any], config: ModelConfig) -> None:
-    """Raises `CheckpointError` for a parameter that the config asks for otherwise, or not at all."""
+    """Raises `CheckpointError` for a parameter that the config asks for otherwise or not at all, or no real numbers."""
     expected = parameter_shapes(config, mtp="mtp" in parameters)
     found = {path: tuple(array.shape) for path, array in parameter_leaves(parameters)}
     for path in expected.keys() | found.keys():
@@ -112,6 +115,11 @@ def check_parameters(parameters: Mapping[str, Any], config: ModelConfig) -> None
             raise CheckpointError(
                 f"parameter '{dotted(path)}': found shape {found.get(path)}, but the config asks for"
                 f" {expected.get(path)} (None: no such parameter); export the config of these parameters"
+            )
+    for path, array in parameter_leaves(parameters):
+        if np.dtype(array.dtype) not in PARAMETER_DTYPES:
+            raise CheckpointError(
+                f"parameter '{dotted(path)}': found {array.dtype}, expected float16, bfloat16, float32 or float64"
             )
 
 
@@ -141,6 +149,11 @@ def _tensors_to_write(
     for tensor in bound:
         values = leaf(parameters, tensor.parts[0].path)
         dtype = known[tensor.name].dtype if tensor.name in known else np.dtype(values.dtype)
+        if dtype not in PARAMETER_DTYPES:
+            raise CheckpointError(
+                f"tensor '{tensor.name}': the source's layout says {dtype}, which would destroy the parameter's"
+                " values; the layout is damaged, export without it"
+            )
         result[tensor.name] = TensorToWrite(
             tensor.name,
             dtype,

@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 
 from qwen35_jax.checkpoint.links import check_stays_inside
 from qwen35_jax.checkpoint.safetensors_file import SafetensorsFile, StoredTensor, open_safetensors
-from qwen35_jax.config.json_file import parse_json
+from qwen35_jax.config.json_file import parse_json, read_json_text
 from qwen35_jax.errors import CheckpointError
 
 SINGLE_FILE = "model.safetensors"
@@ -56,6 +56,9 @@ def open_weight_files(folder: Path) -> WeightFiles:
             in the index.
     """
     single, index = folder / SINGLE_FILE, folder / INDEX_FILE
+    for path in (single, index):
+        if path.is_symlink() and not path.exists():
+            raise CheckpointError(f"{path}: is a link to a file that is not there; download the folder again")
     if single.exists() and index.exists():
         raise CheckpointError(
             f"{folder}: holds both {SINGLE_FILE} and {INDEX_FILE}; which one is meant? Remove the stale one"
@@ -73,24 +76,34 @@ def open_weight_files(folder: Path) -> WeightFiles:
     return _open_shards(folder, index)
 
 
+def check_shard_name(name: object, *, listed_in: Path) -> str:
+    """The name of a weight file as another file lists it, which may be any text.
+
+    Raises:
+        CheckpointError: it is not that of a .safetensors file inside the folder.
+    """
+    if not isinstance(name, str):
+        raise CheckpointError(f"{listed_in}: a shard is named {name!r}, expected a file name")
+    path = PurePosixPath(name)
+    if "\\" in name or not name.isprintable() or path.is_absolute() or ".." in path.parts or len(name) > 255:
+        raise CheckpointError(
+            f"{listed_in}: shard '{name[:80]}' does not name a file inside the folder; refused"
+        )
+    if path.suffix != ".safetensors":
+        raise CheckpointError(f"{listed_in}: shard '{name}' is not a .safetensors file; refused")
+    return name
+
+
 def _inside(folder: Path, name: object) -> Path:
     """The path of a shard, after making sure without opening anything that it lies in the folder."""
-    if not isinstance(name, str):
-        raise CheckpointError(f"{folder / INDEX_FILE}: a shard is named {name!r}, expected a file name")
-    relative = PurePosixPath(name)
-    if not name or "\\" in name or "\0" in name or relative.is_absolute() or ".." in relative.parts:
-        raise CheckpointError(
-            f"{folder / INDEX_FILE}: shard '{name}' does not name a file inside the folder; refused"
-        )
-    if relative.suffix != ".safetensors":
-        raise CheckpointError(f"{folder / INDEX_FILE}: shard '{name}' is not a .safetensors file; refused")
-    check_stays_inside(folder, folder / relative)
-    return folder / relative
+    path = folder / check_shard_name(name, listed_in=folder / INDEX_FILE)
+    check_stays_inside(folder, path)
+    return path
 
 
 def _open_shards(folder: Path, index: Path) -> WeightFiles:
     try:
-        text = index.read_text(encoding="utf-8")
+        text = read_json_text(index)
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{index}: cannot be read: {error}") from error
     try:

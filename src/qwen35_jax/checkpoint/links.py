@@ -29,4 +29,6 @@ def check_stays_inside(folder: Path, path: Path) -> None:
     if real_folder.parent.name == "snapshots":
         allowed.append(real_folder.parent.parent / "blobs")
     if not any(target.is_relative_to(root) for root in allowed):
-        raise CheckpointError(f"{path}: is a link to {target}, outside the model's folder; refused")
+        raise CheckpointError(
+            f"{path}: is a link to {target}, outside the model's folder; refused, put the file itself there"
+        )

@@ -23,6 +23,7 @@ from jax.typing import DTypeLike
 from qwen35_jax.checkpoint.companions import LAYOUT_FILE, copy_companions
 from qwen35_jax.checkpoint.export import check_parameters, config_text, without_mtp
 from qwen35_jax.checkpoint.hf import KeptTensors, SourceLayout, check_bound, open_hf
+from qwen35_jax.checkpoint.index import check_shard_name
 from qwen35_jax.checkpoint.orbax_handlers import HostArrays, PlacedArrays
 from qwen35_jax.checkpoint.parameter_tree import (
     LazyParameter,
@@ -36,15 +37,18 @@ from qwen35_jax.checkpoint.placement import check_shardings
 from qwen35_jax.checkpoint.progress import Advance, Progress, quiet
 from qwen35_jax.checkpoint.regrouping import regroup, with_unrolled_layers
 from qwen35_jax.checkpoint.safetensors_file import (
+    PARAMETER_DTYPES,
     TensorToWrite,
     make_header,
     open_safetensors,
+    parse_header,
     write_safetensors,
 )
 from qwen35_jax.checkpoint.staging import staged_folder
 from qwen35_jax.checkpoint.streaming import dtype_in_memory, lazy_parameters, read_parameters
 from qwen35_jax.checkpoint.tensor_table import bound_tensors, parameter_shapes
 from qwen35_jax.config import ModelConfig, require_dense_text
+from qwen35_jax.config.json_file import parse_json, read_json_text
 from qwen35_jax.errors import CheckpointError
 from qwen35_jax.spec.tensor_rules import default_spelling
 
@@ -253,6 +257,10 @@ def _wanted_parameters(
                 f"{folder}: parameter '{dotted(path)}' has shape {list(found[0])},"
                 f" but config.json asks for {list(shape)}"
             )
+        if found[1] not in PARAMETER_DTYPES:
+            raise CheckpointError(
+                f"{folder}: parameter '{dotted(path)}' is {found[1]}, expected float16, bfloat16, float32 or float64"
+            )
     known = {_as_text(path) for path in wanted}
     for path in stored:
         if path not in known and path[0] != "mtp":
@@ -272,16 +280,48 @@ def _read_kept(folder: Path) -> KeptTensors | None:
     if not layout_file.exists():
         return None
     try:
-        data = json.loads(layout_file.read_text(encoding="utf-8"))
-        layout = SourceLayout(config=data["config"], headers=data["headers"], index=data["index"])
-        names = set(data["kept"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        layout, names = _parse_layout(read_json_text(layout_file), layout_file)
+    except CheckpointError:
+        raise
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{layout_file}: is damaged ({error}); convert the source again") from error
     tensors = open_safetensors(kept_file).tensors if names else {}
     if names != tensors.keys():
         (name, *_) = sorted(names ^ tensors.keys())
         raise CheckpointError(f"{kept_file}: does not agree with {LAYOUT_FILE} about tensor '{name}'")
     return KeptTensors(layout, tensors)
+
+
+def _parse_layout(text: str, where: Path) -> tuple[SourceLayout, set[str]]:
+    """What `save_orbax` wrote down about the source, and the names of the kept tensors.
+
+    An export writes files under the names given here, and the folder may come from anyone.
+
+    Raises:
+        ValueError, CheckpointError: what is wrong with it.
+    """
+    data = parse_json(text)
+    fields = (
+        [data.get(name) for name in ("config", "headers", "index", "kept")] if isinstance(data, dict) else []
+    )
+    if not fields:
+        raise ValueError("it is no object with the fields that it should have")
+    config, headers, index, kept = fields
+    if not isinstance(config, str) or not isinstance(index, str | None):
+        raise ValueError("config or index is no text")
+    if (
+        not isinstance(headers, dict)
+        or not headers
+        or not all(isinstance(each, str) for each in headers.values())
+    ):
+        raise ValueError("headers are no texts")
+    if not isinstance(kept, list) or not all(isinstance(name, str) for name in kept):
+        raise ValueError("kept is no list of names")
+    parse_json(config)
+    for file, header in headers.items():
+        check_shard_name(file, listed_in=where)
+        parse_header(where, header, data_start=0)
+    return SourceLayout(config, headers, index), set(kept)
 
 
 def _read_kept_mtp(

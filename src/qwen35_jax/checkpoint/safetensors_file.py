@@ -14,6 +14,7 @@ import dataclasses
 import json
 import math
 import os
+import stat
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -45,6 +46,9 @@ DTYPES: Mapping[str, np.dtype] = {
     "C64": np.dtype(np.complex64),
 }
 """The data types of the format that NumPy can hold byte for byte, by the name used in the header."""
+
+PARAMETER_DTYPES = tuple(DTYPES[name] for name in ("F16", "BF16", "F32", "F64"))
+"""Those of them that a parameter may have; all others store quantized numbers or none of a model."""
 
 DTYPE_NAMES: Mapping[np.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -118,6 +122,8 @@ def open_safetensors(path: Path) -> SafetensorsFile:
         CheckpointError: names the file, the tensor, what was found and what was expected.
     """
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would never end
+            raise CheckpointError(f"{path}: cannot be read: it is not a regular file")
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             prefix = file.read(8)
@@ -174,6 +180,8 @@ def _is_count(value: object) -> bool:
 
 def _checked_tensor(path: Path, name: str, entry: object, *, data_start: int) -> StoredTensor:
     where = f"{path}: tensor '{name}'"
+    if not name.isprintable():
+        raise CheckpointError(f"{where}: has a name that cannot be printed; the file is malformed")
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError(f"{where}: must have exactly the fields dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]

@@ -28,17 +28,19 @@ def staged_folder(destination: Path, *, nbytes: int) -> Iterator[Path]:
     Raises:
         CheckpointError: the destination is in use, or the disk is (or gets) full.
     """
-    destination = destination.absolute()
-    check_destination(destination)
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(destination.parent).free
-    if free < nbytes:
-        raise CheckpointError(
-            f"{destination}: needs {nbytes / 1e9:.2f} GB, but only {free / 1e9:.2f} GB are free on that disk"
-        )
-    staging = destination.with_name(f".{destination.name}.partial-{os.getpid()}")
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir()
+    destination = check_destination(destination)
+    try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(destination.parent).free
+        if free < nbytes:
+            raise CheckpointError(
+                f"{destination}: needs {nbytes / 1e9:.2f} GB, but only {free / 1e9:.2f} GB are free on that disk"
+            )
+        staging = destination.with_name(f".{destination.name[:60]}.partial-{os.getpid()}")
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir()
+    except OSError as error:
+        raise CheckpointError(f"{destination}: cannot be made: {error.strerror}") from error
     try:
         yield staging
         os.rename(staging, destination)
@@ -46,15 +48,39 @@ def staged_folder(destination: Path, *, nbytes: int) -> Iterator[Path]:
         shutil.rmtree(staging, ignore_errors=True)
         if _is_out_of_space(error):
             raise CheckpointError(f"{destination}: the disk is full; nothing was written") from error
+        if isinstance(error, OSError):
+            raise CheckpointError(
+                f"{destination}: cannot be written: {error.strerror}; nothing was written"
+            ) from error
         raise
 
 
-def check_destination(destination: Path) -> None:
-    """Raises `CheckpointError` where a folder cannot be made because something is there already."""
-    if destination.is_dir() and any(destination.iterdir()):
-        raise CheckpointError(f"{destination}: exists and is not empty; remove it or choose another folder")
-    if destination.exists() and not destination.is_dir():
-        raise CheckpointError(f"{destination}: is a file, expected a folder to be made")
+def check_destination(destination: Path) -> Path:
+    """The place of a folder to be made, with links followed.
+
+    Raises:
+        CheckpointError: something is there already, or no folder can be there.
+    """
+    try:
+        real = destination.resolve()
+        if real.is_dir() and any(real.iterdir()):
+            raise CheckpointError(
+                f"{destination}: exists and is not empty; remove it or choose another folder"
+            )
+        if real.exists() and not real.is_dir():
+            raise CheckpointError(f"{destination}: is a file, expected a folder to be made")
+        above = next(folder for folder in real.parents if folder.exists())
+        if not above.is_dir():
+            raise CheckpointError(f"{destination}: cannot be made, since {above} is a file")
+    except CheckpointError:
+        raise
+    except (OSError, RuntimeError, ValueError) as error:  # a name too long, a circle of links, a null byte
+        raise CheckpointError(f"{destination}: cannot be made: {error}") from error
+    if real.is_mount():
+        raise CheckpointError(
+            f"{destination}: is where a disk is mounted, and cannot be replaced; choose a folder in it"
+        )
+    return real
 
 
 def _is_out_of_space(error: BaseException) -> bool:

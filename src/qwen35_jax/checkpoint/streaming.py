@@ -25,11 +25,10 @@ from jax.typing import DTypeLike
 from qwen35_jax.checkpoint.parameter_tree import LazyParameter, ParameterPath, leaf, set_leaf
 from qwen35_jax.checkpoint.placement import check_shardings
 from qwen35_jax.checkpoint.progress import Advance
-from qwen35_jax.checkpoint.safetensors_file import DTYPES, StoredTensor
+from qwen35_jax.checkpoint.safetensors_file import PARAMETER_DTYPES, StoredTensor
 from qwen35_jax.checkpoint.tensor_table import NEVER_NARROWED, BoundPart, BoundTensor, bound_shapes
 from qwen35_jax.errors import CheckpointError
 
-_PARAMETER_DTYPES = tuple(DTYPES[name] for name in ("F16", "BF16", "F32", "F64"))
 _PIECE = 16 << 20
 _ALIGNMENT = 64  # bytes; XLA's CPU client takes over host memory that is aligned so, and copies any other
 _THREADS = min(4, os.cpu_count() or 1)
@@ -145,7 +144,7 @@ def _dtype_in_file(tensors: Sequence[BoundTensor], stored: Mapping[str, StoredTe
     in_file = stored[tensors[0].name].dtype
     for tensor in tensors:
         found = stored[tensor.name].dtype
-        if found not in _PARAMETER_DTYPES:
+        if found not in PARAMETER_DTYPES:
             raise CheckpointError(
                 f"{stored[tensor.name].file}: tensor '{tensor.name}' is {found}; parameters must be"
                 " float16, bfloat16, float32 or float64 (quantized checkpoints are not supported)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from qwen35_jax.errors import ConfigError
 JsonObject = dict[str, Any]
 
 _MOST_DIGITS = 40
+_MOST_BYTES = 100_000_000  # as for the header of a safetensors file
 
 
 def load_json(path: Path) -> JsonObject:
@@ -20,7 +22,7 @@ def load_json(path: Path) -> JsonObject:
         ConfigError: no such file, not readable, not JSON (with line and column), or not an object.
     """
     try:
-        content = path.read_text(encoding="utf-8")
+        content = read_json_text(path)
     except FileNotFoundError:
         raise ConfigError(
             f"{path}: no such file; give a folder with a config.json, or the file itself"
@@ -36,6 +38,21 @@ def load_json(path: Path) -> JsonObject:
             f"{path}: found {type(data).__name__} at the top, expected a JSON object; correct the file"
         )
     return data
+
+
+def read_json_text(path: Path) -> str:
+    """The text of a file that is not trusted to be one: a pipe would never end, and a device neither.
+
+    Raises:
+        OSError: no such file, no regular file, not readable, or too large to be what it is said to be.
+        UnicodeDecodeError: not UTF-8.
+    """
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError("not a regular file")
+    if status.st_size > _MOST_BYTES:
+        raise OSError(f"{status.st_size} bytes, expected at most {_MOST_BYTES}")
+    return path.read_text(encoding="utf-8")
 
 
 def parse_json(text: str) -> Any:
