@@ -24,18 +24,11 @@ from qwen35_jax.layer_groups import layer_locations
 from qwen35_jax.model import abstract_model
 from qwen35_jax.nn.context import TokenContext
 from qwen35_jax.nn.decoder import DecoderLayer
-from tests.test_golden import GOLDEN, golden
+from tests.golden_records import GOLDEN, assert_close, golden
 
-BOUND = 1e-12
 # Those of the recorded layers, so that all checks are made of the same operations.
 ROWS, TIME, CAPACITY = 2, 9, 8
 LINEAR_LAYER, FULL_LAYER = 2, 3
-
-
-def assert_close(ours: Any, reference: Any) -> None:
-    ours, reference = np.asarray(ours), np.asarray(reference)
-    assert ours.shape == reference.shape
-    assert np.abs(ours - reference).max() <= BOUND * np.abs(reference).max()
 
 
 @functools.cache

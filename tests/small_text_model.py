@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -157,11 +158,12 @@ def arrange(rows: Sequence[Sequence[int | np.ndarray]]) -> tuple[np.ndarray, np.
 def difference(ours: Any, reference: Any) -> float:
     """Largest absolute difference over the largest absolute reference value; NaN where there is one."""
     ours, reference = (np.asarray(x).astype(np.float64) for x in (ours, reference))
-    assert ours.shape == reference.shape
+    chex.assert_equal_shape([ours, reference])
     scale = np.abs(reference).max()
     return float(np.abs(ours - reference).max() / (scale if scale else 1.0))
 
 
 def tree_difference(ours: Any, reference: Any) -> float:
     """`difference` of the array where it is largest."""
+    chex.assert_trees_all_equal_structs(ours, reference)
     return max(jax.tree.leaves(jax.tree.map(difference, ours, reference)))

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,36 +17,17 @@ import optax
 import pytest
 from einops import rearrange
 from flax import nnx
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from qwen35_jax.cache import DeltaNetCache, init_cache
 from qwen35_jax.checkpoint import load_hf
 from qwen35_jax.layer_groups import layer_locations
 from qwen35_jax.model import abstract_model, decode_step, forward, prefill
 from qwen35_jax.verify.nodes import layer_errors, layer_graphdef, outside_errors, pad_past
+from tests.golden_records import GOLDEN, assert_close, golden
 
-GOLDEN = Path(__file__).parent / "golden"
-LAST_DIGITS = 1e-12
 NODE_BOUND = 4.1e-14
 CAPACITY = 40
-
-
-def assert_close(ours, reference, bound: float = LAST_DIGITS, where: str = "") -> None:
-    """Largest difference at most `bound` times the largest value, per tensor."""
-    ours, reference = np.asarray(ours), np.asarray(reference)
-    assert ours.shape == reference.shape, where
-    assert np.isfinite(ours).all(), where
-    error = np.abs(ours - reference).max() / np.abs(reference).max()
-    assert error <= bound, f"{where}: relative error {error:.1e}"
-
-
-def golden(name: str, group: str) -> SimpleNamespace:
-    """One group of one golden file, values as attributes."""
-    arrays = load_file(GOLDEN / f"{name}.safetensors")
-    prefix = f"{group}/"
-    return SimpleNamespace(
-        **{key[len(prefix) :]: value for key, value in arrays.items() if key.startswith(prefix)}
-    )
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +39,9 @@ def model() -> Iterator[SimpleNamespace]:
         yield SimpleNamespace(config=config.text, parameters=parameters, graphdef=graphdef)
 
 
+# Padded to one length, all groups share one program; three-axis positions need another.
 @jax.jit(static_argnums=0)
+@chex.assert_max_traces(n=2)
 def logits_of(graphdef, parameters, tokens, segment_ids, positions):
     return forward(
         graphdef, parameters, tokens, segment_ids=segment_ids, positions=positions, rematerialize=False
@@ -177,7 +160,7 @@ def test_loss_and_the_gradient_of_every_weight_equal_the_reference(model, tmp_pa
     _, reference, _ = load_hf(tmp_path, parameter_dtype=jnp.float64)
     head = gradient.pop("mtp")  # takes no part in this loss
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(head))
-    assert jax.tree.structure(gradient) == jax.tree.structure(reference)
+    chex.assert_trees_all_equal_shapes_and_dtypes(gradient, reference)
     for (path, ours), theirs in zip(
         jax.tree_util.tree_leaves_with_path(gradient), jax.tree.leaves(reference), strict=True
     ):

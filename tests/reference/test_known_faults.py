@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +16,7 @@ from flax import nnx
 from transformers import Qwen3NextConfig
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
-from qwen35_jax.cache import init_cache
+from qwen35_jax.cache import DeltaNetCache, init_cache
 from qwen35_jax.layer_groups import layer_locations
 from qwen35_jax.model import decode_step, forward, prefill
 from qwen35_jax.ops.norms import rms_norm
@@ -59,7 +60,10 @@ def test_b20_cached_and_uncached_runs_agree_with_the_reference_in_float32_and_bf
         for step in range(first, total):
             logits, cache = decode_step(pair.graphdef, pair.parameters, tokens[:, step], cache)
             cached.append(np.asarray(logits))
-        assert all(layer.state.dtype == jnp.float32 for layer in cache.groups[0] if hasattr(layer, "state"))
+        layers = [layer for group in cache.groups for layer in group]
+        states = [layer.state for layer in layers if isinstance(layer, DeltaNetCache)]
+        assert states
+        chex.assert_type(states, jnp.float32)
         cached = np.stack(cached, axis=1)
         return np.abs(uncached - expected) / scale, np.abs(cached - expected) / scale, cached
 
@@ -99,7 +103,7 @@ def test_b27_each_head_reads_its_own_query_and_gate_rows():
         qwen35_module.eager_attention_forward = before
     query, gate, _, _ = our_layer(pair, 3).mixer.qkv_proj(jnp.asarray(x.numpy()))
     expected = seen["query"].numpy()
-    assert query.shape == expected.shape == (2, 5, heads, head_dim)
+    chex.assert_shape([query, expected], (2, 5, heads, head_dim))
     np.testing.assert_allclose(query, expected, atol=1e-5)
     gated = rearrange(seen["gated"].numpy(), "b t (h d) -> b t h d", h=heads)
     np.testing.assert_allclose(jax.nn.sigmoid(gate), gated, atol=1e-5)
