@@ -15,7 +15,7 @@ from qwen35_jax.cache import init_cache
 from qwen35_jax.errors import ConfigError
 from qwen35_jax.model import abstract_model
 from qwen35_jax.sharding import cache_shardings, parameter_axes, shardings
-from qwen35_jax.sharding.rules import LogicalAxes
+from qwen35_jax.sharding.rules import CACHE_AXES, MESH_AXES, RULES, LogicalAxes
 from tests.small_text_model import FULL, LINEAR, small_config
 
 # All heads divide over four devices.
@@ -41,6 +41,21 @@ def test_every_parameter_names_as_many_axes_as_it_has():
     pairs = jax.tree.leaves(counts, is_leaf=lambda node: isinstance(node, tuple))
     assert len(pairs) > 40
     assert all(named == axes for named, axes in pairs)
+
+
+def test_every_rule_is_for_an_axis_that_is_there_and_every_mesh_axis_cuts_something():
+    """A mesh axis over which nothing is cut would leave its devices to repeat each other's work without a word."""
+    graphdef, parameters = abstract_model(CONFIG, parameter_dtype=jnp.float32, dtype=jnp.float32, mtp=True)
+    named = jax.tree.leaves(
+        parameter_axes(graphdef, parameters), is_leaf=lambda node: isinstance(node, LogicalAxes)
+    )
+    names = {name for logical in named for name in logical.names}
+    assert names | {name for axes in CACHE_AXES.values() for name in axes} == set(RULES)
+    assert set(MESH_AXES) == set(RULES.values()) - {None}
+    with pytest.raises(
+        ConfigError, match=r"unknown axes \['expert'\]; expected some of \['data', 'fsdp', 'tensor'\]"
+    ):
+        shardings(_abstract_mesh(expert=2), {}, {})
 
 
 def test_heads_that_do_not_divide_are_refused_by_name_before_any_compile():

@@ -18,14 +18,13 @@ from qwen35_jax.cache import Cache
 from qwen35_jax.errors import ConfigError
 from qwen35_jax.model import Parameters
 
-MESH_AXES = ("data", "fsdp", "sequence", "tensor", "expert")
+MESH_AXES = ("data", "fsdp", "tensor")
 
 # Heads are the unit of tensor parallelism: each device holds whole heads of every part (q, k, v, z, gate), its part
 # of the convolution and of the memory, and one sum over `tensor` follows out_proj, o_proj and down. The residual
 # width is cut over `fsdp` and gathered for use. Norms and per-head gates follow the axis that they scale.
 RULES: Mapping[str, str | None] = {
     "batch": "data",
-    "time": "sequence",
     "vocab": "tensor",
     "embed": "fsdp",
     "heads": "tensor",
@@ -33,7 +32,6 @@ RULES: Mapping[str, str | None] = {
     "key_heads": "tensor",
     "value_heads": "tensor",
     "mlp": "tensor",
-    "expert": "expert",
     "repeats": None,
     "head_dim": None,
     "key_dim": None,
