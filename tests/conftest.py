@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator
 
@@ -19,6 +20,12 @@ import pytest
 hypothesis.settings.register_profile("default", deadline=None, print_blob=True)
 hypothesis.settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+def pytest_report_header() -> str | None:
+    """Says which tests a run without the `reference` extra does not even collect."""
+    missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
+    return f"tests/reference is left out: {' and '.join(missing)} not installed" if missing else None
 
 
 @pytest.fixture
