@@ -129,11 +129,8 @@ def test_b57_loading_in_another_dtype_needs_the_parameters_and_about_one_more(la
 
 
 def test_b57_conversion_needs_about_one_parameter(
-    request, large: Large, converted: tuple[Path, dict[str, int]]
+    large: Large, converted: tuple[Path, dict[str, int]]
 ) -> None:
-    if large.nbytes > 1e9:
-        reason = "what a commit has written is still held while the next is read"
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
     large.check(converted[1], held=0, more=large.largest)
 
 

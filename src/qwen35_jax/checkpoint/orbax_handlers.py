@@ -35,12 +35,16 @@ class HostArrays(ocp.type_handlers.NumpyHandler):
             nbytes += value.nbytes
             # Each commit writes the directory of all before it anew, so small parameters share one.
             if nbytes >= _COMMIT_BYTES or stop == len(values):
-                arrays = [value.read() for value in values[start:stop]]
-                for commit in await super().serialize(arrays, infos[start:stop], args[start:stop]):
-                    commit.result()
+                await self._commit(values[start:stop], infos[start:stop], args[start:stop])
                 self._advance(nbytes)
                 start, nbytes = stop, 0
         return []
+
+    async def _commit(self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any]) -> None:
+        """Read and write to the end; with the return nothing holds what was read."""
+        arrays = [value.read() for value in values]
+        for commit in await super().serialize(arrays, infos, args):
+            commit.result()
 
     async def deserialize(
         self, infos: Sequence[Any], args: Sequence[Any] | None = None
