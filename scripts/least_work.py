@@ -1,4 +1,4 @@
-"""The least work of a computation, from shapes alone: what a benchmark's seconds are to be held against.
+"""The least work of a dense model, from shapes alone: what a benchmark's seconds are to be held against.
 
 Products count two operations per multiplication. Elementwise work, norms, rotary phases and the tables of softmax are
 left out: they are a few per cent.
