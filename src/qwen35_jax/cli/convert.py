@@ -10,8 +10,8 @@ from pathlib import Path
 from qwen35_jax.cli.options import add_json_option
 
 HELP = (
-    "Turn a checkpoint in Hugging Face layout into an Orbax folder, which loads straight onto a mesh. Nothing is"
-    " lost: tensors that the text model does not use are kept, and `qwen35 export` writes the source again."
+    "Turn a checkpoint in Hugging Face layout into an Orbax folder, which loads straight onto a mesh. No tensor is"
+    " lost: those that the text model does not use are kept, and `qwen35 export` writes all of them again."
 )
 
 

@@ -11,8 +11,8 @@ from qwen35_jax.cli.convert import report
 from qwen35_jax.cli.options import add_json_option
 
 HELP = (
-    "Write a checkpoint in Hugging Face layout. One that was converted from this layout comes back with the same"
-    " files, byte for byte, unless --max-shard-size asks for other shards."
+    "Write a checkpoint in Hugging Face layout. One that was converted from this layout comes back byte for byte:"
+    " weights (unless --max-shard-size asks for other shards), settings, tokenizer, chat template, license and card."
 )
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
