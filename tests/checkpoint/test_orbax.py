@@ -150,6 +150,22 @@ def test_incomplete_orbax_folder_is_refused_by_name(converted: Path, tmp_path: P
         load_orbax(broken)
 
 
+@pytest.mark.parametrize(
+    "tree",
+    [{"final_norm": np.zeros(3)}, {"final_norm": {"weight": [np.zeros(20)]}}, {"final_norm": {"weight": 3}}],
+    ids=["leaf for a branch", "list", "number"],
+)
+def test_orbax_folder_of_something_else_is_refused(converted: Path, tmp_path: Path, tree: dict) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(converted, other)
+    shutil.rmtree(other / "params")
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(other / "params", tree)
+    with pytest.raises(CheckpointError, match="other") as raised:
+        load_orbax(other)
+    assert "\n" not in str(raised.value)
+
+
 @pytest.mark.parametrize("damage", ["removed", "truncated"])
 def test_damaged_values_are_refused_by_the_name_of_the_folder(
     converted: Path, tmp_path: Path, damage: str

@@ -231,12 +231,12 @@ def _stored_parameters(
     """Shape and data type of everything in the Orbax checkpoint; Orbax gives all keys as text."""
     try:
         metadata: Any = checkpointer.metadata(directory).item_metadata
-        tree = metadata.tree
-    except (ValueError, OSError, AttributeError) as error:
+        return {
+            _as_text(path): (tuple(array.shape), np.dtype(array.dtype))
+            for path, array in parameter_leaves(metadata.tree)
+        }
+    except (ValueError, OSError, AttributeError, TypeError, KeyError) as error:
         raise CheckpointError(f"{directory}: is not a complete Orbax checkpoint ({error})") from error
-    return {
-        _as_text(path): (tuple(array.shape), np.dtype(array.dtype)) for path, array in parameter_leaves(tree)
-    }
 
 
 def _wanted_parameters(
