@@ -15,12 +15,13 @@ import numpy as np
 from flax import nnx
 
 from qwen35_jax.config import ModelConfig, TextConfig
-from qwen35_jax.errors import NonFiniteError, PromptError
+from qwen35_jax.errors import PromptError
+from qwen35_jax.inference.answer import Answer
 from qwen35_jax.inference.buckets import cache_capacity, prefill_chunks
 from qwen35_jax.inference.placement import Placement
 from qwen35_jax.inference.programs import Memory, decode_block, first_token, init_memory, prefill_chunk
-from qwen35_jax.inference.results import FinishReason, Generation, GenerationResult, Timing, TokenEvent
-from qwen35_jax.inference.rows import Emission, Limits, Rows
+from qwen35_jax.inference.results import GenerationResult, Timing, TokenEvent
+from qwen35_jax.inference.rows import Emission, Limits, Rows, unstacked
 from qwen35_jax.inference.sampling import stack_settings
 from qwen35_jax.inference.settings import DEFAULT_NEW_TOKENS, GenerationSettings
 from qwen35_jax.inference.speculation import Speculation
@@ -191,19 +192,25 @@ class _Run:
         # Rows without a prompt fill the batch up to what can be cut over a mesh; they have ended from the start.
         self.asked = len(prompts)
         empty = self.placement.filled_rows(self.asked) - self.asked
-        self.prompts = prompts = prompts + [[]] * empty
+        self.prompts = prompts + [[]] * empty
         settings = settings + [GenerationSettings(max_new_tokens=1)] * empty
-        self.on_token = on_token
         self.most = np.array([row.max_new_tokens for row in settings])
-        self.seeds = [secrets.randbits(32) if row.seed is None else row.seed for row in settings]
-        self.texts = [AnswerText(tokenizer, row.stop, () if row.ignore_eos else stop_ids) for row in settings]
-        self.tokens: list[list[int]] = [[] for _ in prompts]
-        self.reasons: list[FinishReason | None] = [None if prompt else "length" for prompt in prompts]
-        self.passes = np.zeros(len(prompts), int)
+        seeds = [secrets.randbits(32) if row.seed is None else row.seed for row in settings]
+        self.answers = [
+            Answer(
+                f"row {row}",
+                prompts[row],
+                max_new_tokens=int(self.most[row]),
+                seed=seeds[row],
+                text=AnswerText(tokenizer, settings[row].stop, () if settings[row].ignore_eos else stop_ids),
+                listener=lambda token, text, reason, row=row: on_token(TokenEvent(row, token, text, reason)),
+            )
+            for row in range(self.asked)
+        ]
         self.compile_seconds = 0.0
 
         text = model.config.text
-        self.sampling = stack_settings(settings, self.seeds)
+        self.sampling = stack_settings(settings, seeds)
         self.limits = Limits(
             stop_ids=jnp.asarray(_stop_id_rows(settings, stop_ids)),
             min_new_tokens=jnp.asarray(np.array([row.min_new_tokens for row in settings], np.int32)),
@@ -240,19 +247,22 @@ class _Run:
         following = None
         if keep.any():
             memory, rows, following = decode_block(*static, memory, rows, keep, *settings, **block)
-        self._receive(jax.device_get(first))
+        first = jax.device_get(first)
+        for row, answer in enumerate(self.answers):
+            answer.take(Emission(*(field[row] for field in first)))
         first_seen = time.perf_counter()
-        while not all(self.reasons):
+        while self._going_on().any():
             assert following is not None
             memory, rows, upcoming = decode_block(*static, memory, rows, self._going_on(), *settings, **block)
-            emissions = jax.device_get(following)
-            for step in range(PASSES_IN_A_BLOCK):
-                self._receive_pass(jax.tree.map(lambda x, step=step: x[step], emissions))
+            for emissions in unstacked(jax.device_get(following)):
+                for row, answer in enumerate(self.answers):
+                    answer.take_pass(Emission(*(field[:, row] for field in emissions)))
             following = upcoming
         return self._collect(first_seen - begin, time.perf_counter() - first_seen)
 
     def _going_on(self) -> np.ndarray:
-        return np.array([reason is None for reason in self.reasons])
+        going_on = [answer.reason is None for answer in self.answers]
+        return np.array(going_on + [False] * (len(self.prompts) - self.asked))
 
     def _empty(self) -> Memory:
         """Memory with room for everything."""
@@ -303,49 +313,10 @@ class _Run:
         program.lower(*arguments, **static).compile()
         self.compile_seconds += time.perf_counter() - begin
 
-    def _receive_pass(self, emissions: Emission) -> None:
-        """Takes the tokens [position batch] of one pass of the model."""
-        self.passes += self._going_on() & emissions.emitted[0]
-        for position in range(emissions.token.shape[0]):
-            self._receive(jax.tree.map(lambda x, position=position: x[position], emissions))
-
-    def _receive(self, emission: Emission) -> None:
-        """Takes one draw's tokens into the rows, and reports them."""
-        for row in np.flatnonzero(emission.emitted):
-            if self.reasons[row] is not None:
-                continue  # drawn after a stop string that the device had not heard of
-            if not emission.finite[row]:
-                step = len(self.tokens[row])
-                raise NonFiniteError(
-                    f"the logits of row {row} hold NaN or infinity at step {step} (token "
-                    f"{len(self.prompts[row]) + step}): the weights or the precision are broken; "
-                    "look at the checkpoint, or try --dtype float32"
-                )
-            self._take(int(row), int(emission.token[row]), bool(emission.stopped[row]))
-
-    def _take(self, row: int, token: int, is_stop_id: bool) -> None:
-        text = self.texts[row]
-        self.tokens[row].append(token)
-        shown = text.push(token)
-        if is_stop_id or text.stopped:
-            self.reasons[row] = "stop"
-        elif len(self.tokens[row]) == self.most[row]:
-            self.reasons[row] = "length"
-        self.on_token(TokenEvent(row, token, shown))
-        if self.reasons[row] is not None:
-            shown = text.flush()
-            if text.stopped:
-                self.reasons[row] = "stop"
-            self.on_token(TokenEvent(row, None, shown, self.reasons[row]))
-
     def _collect(self, prefill_seconds: float, decode_seconds: float) -> GenerationResult:
-        rows = zip(self.prompts, self.tokens, self.texts, self.reasons, self.seeds, self.passes, strict=True)
-        decode_tokens = sum(len(tokens) - 1 for tokens in self.tokens[: self.asked])
+        decode_tokens = sum(len(answer.tokens) - 1 for answer in self.answers)
         return GenerationResult(
-            generations=tuple(
-                Generation(tuple(prompt), tuple(tokens), text.text, reason or "length", seed, int(passes))
-                for prompt, tokens, text, reason, seed, passes in list(rows)[: self.asked]
-            ),
+            generations=tuple(answer.generation() for answer in self.answers),
             timing=Timing(
                 compile_seconds=self.compile_seconds,
                 prefill_tokens=sum(map(len, self.prompts)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -70,6 +71,12 @@ def empty_emissions(shape: tuple[int, ...], limits: Limits) -> Emission:
         stopped=jnp.zeros(shape, bool),
         finite=jnp.ones(shape, bool),
     )
+
+
+def unstacked(emissions: Emission) -> Iterator[Emission]:
+    """The emissions of a block's passes, one by one."""
+    for step in range(emissions.token.shape[0]):
+        yield Emission(*(field[step] for field in emissions))
 
 
 def draw_next(
