@@ -24,8 +24,8 @@ import ml_dtypes
 import numpy as np
 from bench_timing import Timing, machine
 
+from qwen35_jax.checkpoint import load
 from qwen35_jax.checkpoint.export import without_mtp
-from qwen35_jax.checkpoint.hf import load_hf
 from qwen35_jax.checkpoint.index import open_weight_files
 from qwen35_jax.checkpoint.safetensors_file import TensorToWrite, make_header, write_safetensors
 from qwen35_jax.checkpoint.tensor_table import SPELLINGS, bound_tensors
@@ -99,11 +99,11 @@ def measure(folder: Path, *, rounds: int, cold: bool) -> Measured:
                 while opened.readinto(buffer):
                     pass
 
-    def load() -> object:
-        return jax.block_until_ready(load_hf(folder)[1])
+    def load_once() -> object:
+        return jax.block_until_ready(load(folder).parameters)
 
-    load()  # starts JAX and, unless cold, warms the page cache
-    tasks: dict[str, Callable[[], object]] = {"stream": stream, "read": read, "load": load}
+    load_once()  # starts JAX and, unless cold, warms the page cache
+    tasks: dict[str, Callable[[], object]] = {"stream": stream, "read": read, "load": load_once}
     seconds: dict[str, list[float]] = {name: [] for name in tasks}
     for _ in range(rounds):
         for name, task in tasks.items():
