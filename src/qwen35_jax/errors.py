@@ -34,5 +34,9 @@ class CapacityError(Qwen35Error):
     """A write would pass the end of the cache."""
 
 
+class QueueFullError(Qwen35Error):
+    """Too many requests wait already: the same request may be taken on later."""
+
+
 class NonFiniteError(Qwen35Error):
     """Logits hold NaN or infinity: the weights or the numerics are broken, and any answer would be noise."""

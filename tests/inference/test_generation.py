@@ -20,6 +20,7 @@ from qwen35_jax.inference.buckets import prefill_chunks
 from qwen35_jax.inference.generation import generate
 from qwen35_jax.inference.programs import decode_block, first_token, prefill_chunk
 from qwen35_jax.inference.results import Generation, TokenEvent
+from qwen35_jax.inference.rows import fresh_rows
 from qwen35_jax.inference.settings import GenerationSettings
 from qwen35_jax.inference.tokenizer import Tokenizer
 from qwen35_jax.model import forward, prefill
@@ -132,7 +133,9 @@ def test_b05_b90_a_stopped_row_emits_padding_and_its_cache_is_frozen_while_other
     )
     model = (tiny.graphdef, run.placement, tiny.parameters)
     memory = run._empty()
-    rows, sampling, limits = run.placement.put((run._first_rows(), run.sampling, run.limits))
+    rows, sampling, limits = run.placement.put(
+        (fresh_rows(run.prompts, VOCABULARY, [True] * 3), run.sampling, run.limits)
+    )
     for tokens, segment_ids in run._padded_chunks():
         memory = prefill_chunk(*model, memory, tokens, segment_ids)
     memory, rows, emission = first_token(*model, memory, rows, sampling, limits)

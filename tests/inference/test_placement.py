@@ -18,6 +18,7 @@ ON_EIGHT_DEVICES = textwrap.dedent(
     from jax.sharding import Mesh
     from qwen35_jax.inference.generation import _Run, generate
     from qwen35_jax.inference.programs import decode_block, prefill_chunk
+    from qwen35_jax.inference.rows import fresh_rows
     from qwen35_jax.inference.settings import GenerationSettings
     from qwen35_jax.model import abstract_model
     from qwen35_jax.sharding import parameter_axes, shardings
@@ -51,7 +52,7 @@ ON_EIGHT_DEVICES = textwrap.dedent(
     run = _Run(together, prompts, [greedy] * 4, None, (), lambda event: None, None)
     place = run.placement
     memory = run._empty()
-    rows, sampling, limits = place.put((run._first_rows(), run.sampling, run.limits))
+    rows, sampling, limits = place.put((fresh_rows(run.prompts, 104, [True] * 4), run.sampling, run.limits))
     for chunk in run._padded_chunks():
         memory = prefill_chunk(graphdef, place, cut, memory, *chunk)
     cache = memory.cache

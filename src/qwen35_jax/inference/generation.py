@@ -2,53 +2,32 @@
 
 from __future__ import annotations
 
-import dataclasses
-import os
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from qwen35_jax.config import ModelConfig, TextConfig
 from qwen35_jax.errors import PromptError
 from qwen35_jax.inference.answer import Answer
 from qwen35_jax.inference.buckets import cache_capacity, prefill_chunks
 from qwen35_jax.inference.placement import Placement
-from qwen35_jax.inference.programs import Memory, decode_block, first_token, init_memory, prefill_chunk
+from qwen35_jax.inference.programs import Memory, decode_block, empty_memory, first_token, prefill_chunk
+from qwen35_jax.inference.prompts import Prompt, as_rows, check_prompts
 from qwen35_jax.inference.results import GenerationResult, Timing, TokenEvent
-from qwen35_jax.inference.rows import Emission, Limits, Rows, unstacked
+from qwen35_jax.inference.rows import Emission, fresh_rows, limits_of, unstacked
+from qwen35_jax.inference.runnable import RunnableModel
 from qwen35_jax.inference.sampling import stack_settings
-from qwen35_jax.inference.settings import DEFAULT_NEW_TOKENS, GenerationSettings
+from qwen35_jax.inference.settings import GenerationSettings
 from qwen35_jax.inference.speculation import Speculation
 from qwen35_jax.inference.stop_tokens import parse_token_ids, stop_token_ids
 from qwen35_jax.inference.streaming import AnswerText
-from qwen35_jax.inference.tokenizer import Tokenizer, check_token_ids
-from qwen35_jax.model import Parameters
-
-Prompt = str | Sequence[int]
-STOP_ID_SLOTS = 8
-"""Stop ids are padded to a multiple of this, so that their number compiles nothing."""
+from qwen35_jax.inference.tokenizer import Tokenizer
 
 PASSES_IN_A_BLOCK = 8
 """Passes of the model between two looks of the host: enough to hide its work, few enough to stream by."""
-
-
-class RunnableModel(Protocol):
-    """What `generate` needs of a model; `qwen35_jax.checkpoint.load` returns one with all of it."""
-
-    @property
-    def config(self) -> ModelConfig: ...
-    @property
-    def graphdef(self) -> nnx.GraphDef: ...
-    @property
-    def parameters(self) -> Parameters: ...
-    @property
-    def folder(self) -> str | os.PathLike[str] | None: ...
 
 
 def generate(
@@ -84,7 +63,7 @@ def generate(
             the head. Raised before anything is compiled.
         NonFiniteError: the model's logits hold NaN or infinity.
     """
-    rows = _as_rows(prompts, settings)
+    rows = as_rows(prompts, settings)
     needs_text = any(isinstance(prompt, str) or wanted.stop for prompt, wanted in rows)
     if tokenizer is None and needs_text:
         if model.folder is None:
@@ -106,71 +85,6 @@ def generate(
         )
     run = _Run(model, tokens, per_row, tokenizer, stop_ids, on_token or (lambda event: None), speculation)
     return run.result()
-
-
-def check_prompts(
-    prompts: Sequence[Prompt],
-    settings: GenerationSettings | Sequence[GenerationSettings] | None,
-    config: TextConfig,
-    tokenizer: Tokenizer | None = None,
-) -> tuple[list[list[int]], list[GenerationSettings]]:
-    """Everything that `generate` can know about its input without the weights; arguments as there.
-
-    Returns:
-        Each row's prompt as token ids, and its settings with `max_new_tokens` filled in.
-
-    Raises:
-        PromptError: see `generate`.
-    """
-    tokens, per_row = [], []
-    for row, (prompt, wanted) in enumerate(_as_rows(prompts, settings)):
-        if isinstance(prompt, str):
-            if tokenizer is None:
-                raise PromptError(f"prompt {row} is a text, and there is no tokenizer to read it")
-            prompt = tokenizer.encode(prompt)
-        if not isinstance(prompt, Iterable):
-            raise PromptError(
-                f"prompt {row} is {prompt!r}, expected a text or a list of token ids: "
-                "a single prompt goes into a list of its own, as in [[5, 17, 3]]"
-            )
-        ids = check_token_ids(prompt, config.vocab_size)
-        if not ids:
-            raise PromptError(f"prompt {row} is empty: give at least one token to continue from")
-        tokens.append(ids)
-        per_row.append(_fit_to_context(row, len(ids), wanted, config.max_context))
-    return tokens, per_row
-
-
-def _as_rows(
-    prompts: Sequence[Prompt], settings: GenerationSettings | Sequence[GenerationSettings] | None
-) -> list[tuple[Prompt, GenerationSettings]]:
-    if isinstance(prompts, str) or not len(prompts):
-        raise PromptError(f"prompts is {prompts!r}, expected a list of at least one prompt")
-    if settings is None or isinstance(settings, GenerationSettings):
-        settings = [settings or GenerationSettings()] * len(prompts)
-    if not isinstance(settings, Sequence) or not all(isinstance(s, GenerationSettings) for s in settings):
-        raise PromptError(
-            f"settings is {settings!r}, expected GenerationSettings, for all prompts or one for each"
-        )
-    if len(settings) != len(prompts):
-        raise PromptError(f"settings holds {len(settings)} entries, expected one per prompt ({len(prompts)})")
-    return list(zip(prompts, settings, strict=True))
-
-
-def _fit_to_context(row: int, length: int, wanted: GenerationSettings, context: int) -> GenerationSettings:
-    room = context - length
-    if room <= 0:
-        raise PromptError(
-            f"prompt {row} has {length} tokens, which leaves no room to answer in the model's context of "
-            f"{context} tokens: shorten the prompt"
-        )
-    new = wanted.max_new_tokens or max(min(DEFAULT_NEW_TOKENS, room), wanted.min_new_tokens)
-    if new > room:
-        raise PromptError(
-            f"prompt {row} has {length} tokens and {new} more are asked for, but the model's context is "
-            f"{context} tokens: ask for at most {room} or shorten the prompt"
-        )
-    return dataclasses.replace(wanted, max_new_tokens=new)
 
 
 class _Run:
@@ -211,14 +125,13 @@ class _Run:
 
         text = model.config.text
         self.sampling = stack_settings(settings, seeds)
-        self.limits = Limits(
-            stop_ids=jnp.asarray(_stop_id_rows(settings, stop_ids)),
-            min_new_tokens=jnp.asarray(np.array([row.min_new_tokens for row in settings], np.int32)),
-            max_new_tokens=jnp.asarray(self.most.astype(np.int32)),
-            vocabulary_size=jnp.int32(
+        self.limits = limits_of(
+            settings,
+            [() if row.ignore_eos else stop_ids for row in settings],
+            vocabulary_size=(
                 text.vocab_size if tokenizer is None else min(text.vocab_size, tokenizer.vocabulary_size)
             ),
-            pad_id=jnp.int32(text.pad_token_id or 0),
+            pad_id=text.pad_token_id or 0,
         )
 
     def result(self) -> GenerationResult:
@@ -226,7 +139,9 @@ class _Run:
         memory = self._empty()
         # Placed beside the parameters, so that jit sees the same in a program's first call and in later ones.
         settings = self.placement.put((self.sampling, self.limits))
-        rows = self.placement.put(self._first_rows())
+        rows = self.placement.put(
+            fresh_rows(self.prompts, self.model.config.text.vocab_size, self._going_on())
+        )
         chunks = self.placement.put(list(self._padded_chunks()))
         block = {"steps": PASSES_IN_A_BLOCK}
         keep = self._going_on()
@@ -268,33 +183,12 @@ class _Run:
         """Memory with room for everything."""
         text = self.model.config.text
         needed = max(len(prompt) + int(most) for prompt, most in zip(self.prompts, self.most, strict=True))
-        capacity = cache_capacity(needed, text.max_context)
-
-        def empty() -> Memory:
-            model = nnx.merge(self.model.graphdef, self.model.parameters)
-            return init_memory(
-                model, text, batch=len(self.prompts), capacity=capacity, speculation=self.speculation
-            )
-
-        # Every device makes its own part: the whole may be more than one can hold.
-        shapes = jax.eval_shape(empty)
-        return jax.tree.map(
-            lambda shape, sharding: jnp.zeros(shape.shape, shape.dtype, device=sharding),
-            shapes,
-            self.placement.shardings(shapes),
-        )
-
-    def _first_rows(self) -> Rows:
-        batch, vocab = len(self.prompts), self.model.config.text.vocab_size
-        seen = np.zeros((batch, vocab), bool)
-        for row, prompt in enumerate(self.prompts):
-            seen[row, prompt] = True
-        return Rows(
-            token=jnp.zeros(batch, jnp.int32),
-            step=jnp.zeros(batch, jnp.int32),
-            active=jnp.asarray(self._going_on()),
-            seen=jnp.asarray(seen),
-            generated=jnp.zeros((batch, vocab), bool),
+        return empty_memory(
+            self.model,
+            self.placement,
+            batch=len(self.prompts),
+            capacity=cache_capacity(needed, text.max_context),
+            speculation=self.speculation,
         )
 
     def _padded_chunks(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -325,13 +219,3 @@ class _Run:
                 decode_seconds=decode_seconds if decode_tokens else 0.0,
             ),
         )
-
-
-def _stop_id_rows(settings: Sequence[GenerationSettings], stop_ids: Sequence[int]) -> np.ndarray:
-    """Stop ids of each row, filled up with -1 to a multiple of `STOP_ID_SLOTS`."""
-    slots = max(1, -(-len(stop_ids) // STOP_ID_SLOTS)) * STOP_ID_SLOTS
-    rows = np.full((len(settings), slots), -1, np.int32)
-    for row, wanted in enumerate(settings):
-        if not wanted.ignore_eos:
-            rows[row, : len(stop_ids)] = stop_ids
-    return rows

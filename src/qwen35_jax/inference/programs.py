@@ -19,6 +19,7 @@ from qwen35_jax.cache import Cache, init_cache
 from qwen35_jax.config import TextConfig
 from qwen35_jax.inference.placement import Placement
 from qwen35_jax.inference.rows import Emission, Limits, Rows, draw_next, empty_emissions
+from qwen35_jax.inference.runnable import RunnableModel
 from qwen35_jax.inference.sampling import Sampling
 from qwen35_jax.inference.speculation import (
     Draft,
@@ -64,6 +65,35 @@ def init_memory(
         cache=init_cache(config, **sizes),
         logits=jnp.zeros((batch, config.vocab_size), jnp.promote_types(model.dtype, jnp.float32)),
         draft=None if speculation is None else init_draft(config, speculation, **sizes),
+    )
+
+
+def memory_shapes(
+    model: RunnableModel, *, batch: int, capacity: int, speculation: Speculation | None
+) -> Memory:
+    """Shapes and dtypes of the memory of so many rows; arguments as for `init_memory`."""
+
+    def empty() -> Memory:
+        merged = nnx.merge(model.graphdef, model.parameters)
+        return init_memory(merged, model.config.text, batch=batch, capacity=capacity, speculation=speculation)
+
+    return jax.eval_shape(empty)
+
+
+def empty_memory(
+    model: RunnableModel,
+    placement: Placement,
+    *,
+    batch: int,
+    capacity: int,
+    speculation: Speculation | None,
+) -> Memory:
+    """Memory of rows that have consumed nothing. Every device makes its own part: one may not hold the whole."""
+    shapes = memory_shapes(model, batch=batch, capacity=capacity, speculation=speculation)
+    return jax.tree.map(
+        lambda shape, sharding: jnp.zeros(shape.shape, shape.dtype, device=sharding),
+        shapes,
+        placement.shardings(shapes),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "cancelled"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,8 @@ class Generation:
         tokens: what it drew, a stop id at the end included.
         text: the tokens as text, without special tokens, stop strings and what follows them; empty where there
             is no tokenizer.
-        finish_reason: `stop` after a stop id or stop string, `length` when the tokens ran out.
+        finish_reason: `stop` after a stop id or stop string, `length` when the tokens ran out, `cancelled` when its
+            client did not want more.
         seed: repeats these draws.
         passes: of the model over this row after its prompt.
     """

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from qwen35_jax.inference.sampling import Sampling, draw, penalize
+from qwen35_jax.inference.settings import GenerationSettings
+
+STOP_ID_SLOTS = 8
+"""Stop ids are padded to a multiple of this, so that their number compiles nothing."""
 
 
 class Rows(NamedTuple):
@@ -61,6 +66,57 @@ class Emission(NamedTuple):
     emitted: Bool[Array, "*draws batch"]
     stopped: Bool[Array, "*draws batch"]
     finite: Bool[Array, "*draws batch"]
+
+
+def fresh_rows(
+    prompts: Sequence[Sequence[int]], vocab_size: int, active: Sequence[bool] | np.ndarray
+) -> Rows:
+    """Rows that have drawn nothing yet.
+
+    Args:
+        prompts: token ids of each row; the repetition penalty counts them.
+        vocab_size: of the model.
+        active: rows that will draw.
+    """
+    seen = np.zeros((len(prompts), vocab_size), bool)
+    for row, prompt in enumerate(prompts):
+        seen[row, list(prompt)] = True
+    return Rows(
+        token=jnp.zeros(len(prompts), jnp.int32),
+        step=jnp.zeros(len(prompts), jnp.int32),
+        active=jnp.asarray(np.array(active, bool)),
+        seen=jnp.asarray(seen),
+        generated=jnp.zeros(seen.shape, bool),
+    )
+
+
+def limits_of(
+    settings: Sequence[GenerationSettings],
+    stop_ids: Sequence[Sequence[int]],
+    *,
+    vocabulary_size: int,
+    pad_id: int,
+) -> Limits:
+    """The limits of every row.
+
+    Args:
+        settings: of each row; `max_new_tokens` that is None is without limit.
+        stop_ids: of each row.
+        vocabulary_size: see `Limits`.
+        pad_id: see `Limits`.
+    """
+    slots = max(1, -(-max(map(len, stop_ids)) // STOP_ID_SLOTS)) * STOP_ID_SLOTS
+    padded = np.full((len(settings), slots), -1, np.int32)
+    for row, ids in enumerate(stop_ids):
+        padded[row, : len(ids)] = list(ids)
+    most = [np.iinfo(np.int32).max if row.max_new_tokens is None else row.max_new_tokens for row in settings]
+    return Limits(
+        stop_ids=jnp.asarray(padded),
+        min_new_tokens=jnp.asarray(np.array([row.min_new_tokens for row in settings], np.int32)),
+        max_new_tokens=jnp.asarray(np.array(most, np.int32)),
+        vocabulary_size=jnp.int32(vocabulary_size),
+        pad_id=jnp.int32(pad_id),
+    )
 
 
 def empty_emissions(shape: tuple[int, ...], limits: Limits) -> Emission:

@@ -1,0 +1,62 @@
+"""Slots on the device: taking a row out and putting it back touches that row and no other."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qwen35_jax.cache import Cache
+from qwen35_jax.inference.engine.slots import Tenant, empty_slots, occupy, row_of, with_row
+from qwen35_jax.inference.placement import Placement
+from tests.inference.tiny_model import tiny_model
+
+
+def filled(tree, seed: int):
+    """The same structure with numbers that are all different."""
+    leaves, structure = jax.tree.flatten(tree)
+    rng = np.random.default_rng(seed)
+    return jax.tree.unflatten(
+        structure, [jnp.asarray(rng.integers(1, 90, leaf.shape)).astype(leaf.dtype) for leaf in leaves]
+    )
+
+
+def rows(tree, index: int) -> list[np.ndarray]:
+    """One row of every array that has rows, a cache's layers having theirs in the second axis."""
+    found = []
+    for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, Cache)):
+        if isinstance(node, Cache):
+            found += [np.asarray(leaf[:, index]) for leaf in jax.tree.leaves(node.groups)]
+            found.append(np.asarray(node.lengths[index]))
+        elif node.ndim:
+            found.append(np.asarray(node[index]))
+    return found
+
+
+def test_a_row_goes_out_and_in_alone_first_and_last_slot_included():
+    model = tiny_model()
+    slots = empty_slots(
+        model, Placement.beside(model.parameters), slots=3, capacity=16, vocabulary_size=96, speculation=None
+    )
+    old, new = filled(slots, 1), filled(slots, 2)
+    for slot in range(3):
+        changed = with_row(old, row_of(new, slot), slot)
+        for other in range(3):
+            source = new if other == slot else old
+            for ours, theirs in zip(rows(changed, other), rows(source, other), strict=True):
+                np.testing.assert_array_equal(ours, theirs)
+
+
+def test_b34_a_slot_is_emptied_for_its_tenant_and_the_others_stay_bit_for_bit():
+    model = tiny_model()
+    placement = Placement.beside(model.parameters)
+    slots = filled(
+        empty_slots(model, placement, slots=3, capacity=16, vocabulary_size=96, speculation=None), 3
+    )
+    before = jax.device_get(slots)
+    tenant = row_of((slots.rows, slots.sampling, slots.limits), 0)
+    after = occupy(placement, slots, jnp.int32(2), Tenant(*tenant))
+    assert not any(row.any() for row in rows(after.memory, 2))
+    for slot in (0, 1):
+        for ours, theirs in zip(rows(after, slot), rows(before, slot), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
