@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 
+import jax
 import numpy as np
 import pytest
 
