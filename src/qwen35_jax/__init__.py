@@ -1,9 +1,8 @@
 """Qwen3.5, 3.6 and 3.8 in JAX.
 
-    import jax.numpy as jnp
     import qwen35_jax as qwen
 
-    model = qwen.load("nano", dtype=jnp.float32)
+    model = qwen.load("nano")
     print(qwen.generate(model, ["The capital of France"]).generations[0].text)
 
 The names below are imported when first used, so that a program which only asks for shapes never waits for weights'
@@ -23,6 +22,9 @@ if TYPE_CHECKING:
     from qwen35_jax.config import published as published
     from qwen35_jax.inference import GenerationSettings as GenerationSettings
     from qwen35_jax.inference import generate as generate
+    from qwen35_jax.inference.engine import Engine as Engine
+    from qwen35_jax.inference.engine import Request as Request
+    from qwen35_jax.inference.speculation import Speculation as Speculation
     from qwen35_jax.model import abstract_model as abstract_model
     from qwen35_jax.model import decode_step as decode_step
     from qwen35_jax.model import forward as forward
@@ -37,6 +39,9 @@ _HOMES = {
     "published": "config",
     "GenerationSettings": "inference",
     "generate": "inference",
+    "Engine": "inference.engine",
+    "Request": "inference.engine",
+    "Speculation": "inference.speculation",
     "abstract_model": "model",
     "decode_step": "model",
     "forward": "model",
