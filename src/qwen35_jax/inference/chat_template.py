@@ -20,6 +20,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from qwen35_jax.errors import PromptError
+from qwen35_jax.inference.chat.messages import checked_messages, checked_tools
 from qwen35_jax.inference.tokenizer import CONFIG_FILE_NAME, Tokenizer, read_json_object
 
 FILE_NAME = "chat_template.jinja"
@@ -76,31 +77,31 @@ class ChatTemplate:
         """The conversation as the text that the model continues.
 
         Args:
-            messages: each a mapping with `role` and `content`; an assistant's may have `tool_calls` in the form
-                of the OpenAI API, whose arguments may be a mapping or the JSON text of one.
+            messages: see `qwen35_jax.inference.chat.messages.checked_messages`.
             add_generation_prompt: end with the opening of the assistant's turn.
             enable_thinking: passed to the template; None leaves the template's own default.
-            tools: descriptions of functions that the model may call.
+            tools: functions that the model may call, see `qwen35_jax.inference.chat.messages.checked_tools`.
             **variables: anything else that the template reads.
 
         Raises:
-            PromptError: a message is malformed, or the template refuses the conversation.
+            MessageError: a message or a tool is malformed; names the field.
+            PromptError: the template refuses the conversation.
         """
+        messages = checked_messages(messages)
+        tools = checked_tools(tools) if tools else None
         if enable_thinking is not None:
             variables["enable_thinking"] = enable_thinking
         try:
             return self._template.render(
                 **self._special_tokens,
-                messages=[_checked(message, index) for index, message in enumerate(messages)],
-                tools=list(tools) if tools else None,
+                messages=messages,
+                tools=tools,
                 add_generation_prompt=add_generation_prompt,
                 **variables,
             )
         except jinja2.TemplateError as error:
             raise PromptError(f"the chat template refuses this conversation: {error}") from error
-        except (TypeError, ValueError, ArithmeticError, LookupError) as error:
-            if isinstance(error, PromptError):
-                raise
+        except (TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
             raise PromptError(f"the chat template fails on this conversation: {error}") from error
 
 
@@ -118,41 +119,6 @@ def _read_text(path: Path) -> str:
         raise PromptError(
             f"{path} is not UTF-8 text (byte {error.start} is {error.object[error.start]:#04x}): save it as UTF-8"
         ) from error
-
-
-def _checked(message: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """The message, its tool calls' arguments as mappings: templates iterate over them."""
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise PromptError(f"message {index} is {message!r}, expected a mapping with a role and a content")
-    checked = dict(message)
-    if checked.get("tool_calls"):
-        checked["tool_calls"] = [_checked_call(call, index) for call in checked["tool_calls"]]
-    return checked
-
-
-def _checked_call(call: Any, index: int) -> dict[str, Any]:
-    if not isinstance(call, Mapping):
-        raise PromptError(f"message {index} has a tool call {call!r}, expected a mapping")
-    call = dict(call)
-    if isinstance(call.get("function"), Mapping):
-        call["function"] = _checked_call(call["function"], index)
-        return call
-    arguments = call.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError as error:
-            raise PromptError(
-                f"message {index} calls {call.get('name')!r} with arguments that are no JSON: {error}"
-            ) from error
-    if arguments is not None:
-        if not isinstance(arguments, Mapping):
-            raise PromptError(
-                f"message {index} calls {call.get('name')!r} with arguments {arguments!r}, "
-                "expected a JSON object"
-            )
-        call["arguments"] = dict(arguments)
-    return call
 
 
 def _token_text(token: Any) -> str | None:

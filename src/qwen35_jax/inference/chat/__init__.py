@@ -1,0 +1,1 @@
+"""Chats: what goes into the template, what an answer says, and the turns of a conversation."""
