@@ -6,19 +6,23 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qwen35_jax.cli.options import add_json_option, add_model_options
+from qwen35_jax.cli.options import (
+    add_generation_options,
+    add_json_option,
+    add_model_options,
+    generation_settings,
+    loading_progress,
+    speculation,
+)
+from qwen35_jax.cli.speeds import speed_line
 from qwen35_jax.errors import PromptError
 
 if TYPE_CHECKING:
-    from qwen35_jax.checkpoint.progress import Advance
     from qwen35_jax.config import ModelConfig
     from qwen35_jax.inference.results import GenerationResult, TokenEvent
-    from qwen35_jax.inference.settings import GenerationSettings
-    from qwen35_jax.inference.speculation import Speculation
     from qwen35_jax.inference.tokenizer import Tokenizer
 
 HELP = (
@@ -40,42 +44,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     prompt.add_argument(
         "--prompt-ids", metavar="IDS", help="token ids to continue, as in 5,17,3; needs no tokenizer"
     )
-    parser.add_argument(
-        "--max-new-tokens", type=int, metavar="N", help="tokens to generate at most (default 128)"
-    )
-    parser.add_argument("--min-new-tokens", type=int, metavar="N", help="draw no stop token before N tokens")
-    sampling = parser.add_argument_group("sampling")
-    sampling.add_argument("--temperature", type=float, metavar="T", help="0 takes the most likely token")
-    sampling.add_argument("--top-k", type=int, metavar="K", help="draw among the K most likely; 0 is off")
-    sampling.add_argument(
-        "--top-p", type=float, metavar="P", help="draw among the fewest tokens of total probability P"
-    )
-    sampling.add_argument(
-        "--min-p", type=float, metavar="P", help="drop tokens less likely than P times the most likely"
-    )
-    sampling.add_argument(
-        "--repetition-penalty", type=float, metavar="X", help="above 1 discourages tokens seen before"
-    )
-    sampling.add_argument(
-        "--presence-penalty", type=float, metavar="X", help="subtracted from logits of tokens in the answer"
-    )
-    sampling.add_argument("--seed", type=int, metavar="N", help="repeat the same draws")
-    parser.add_argument(
-        "--speculate",
-        type=int,
-        metavar="N",
-        help="let the checkpoint's multi-token-prediction head draft N tokens (1 to 4) for each pass of the model: "
-        "the same answer in fewer passes",
-    )
-    ending = parser.add_argument_group("ending")
-    ending.add_argument(
-        "--stop",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="end before this text; may be given several times",
-    )
-    ending.add_argument("--ignore-eos", action="store_true", help="go on after stop tokens, to the length")
+    add_generation_options(parser, default_new_tokens=128)
     chat = parser.add_argument_group("chat")
     chat.add_argument(
         "--chat", action="store_true", help="put the prompt into the checkpoint's chat template"
@@ -109,16 +78,16 @@ def run(args: argparse.Namespace) -> int:
     config = ModelConfig.from_hf(folder)
     tokenizer = _tokenizer(folder, required=args.prompt is not None or bool(args.stop))
     prompt = _prompt_tokens(args, folder, tokenizer)
-    settings = _settings(args, folder)
+    settings = generation_settings(args, folder)
     check_prompts([prompt], settings, config.text)
     stop_ids = _stop_ids(args, folder, config, tokenizer)
-    speculation = _speculation(args, config)
+    drafting = speculation(args, config)
     model = load(
         folder,
         dtype=args.dtype,
         parameter_dtype=args.dtype,
-        mtp=speculation is not None,
-        progress=_progress,
+        mtp=drafting is not None,
+        progress=loading_progress,
     )
     result = generate(
         model,
@@ -127,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         tokenizer=tokenizer,
         stop_ids=stop_ids,
         on_token=_printer(args),
-        speculation=speculation,
+        speculation=drafting,
     )
     _report(args, result)
     return 0
@@ -139,18 +108,6 @@ def _tokenizer(folder: Path, *, required: bool) -> Tokenizer | None:
     if not required and not (folder / FILE_NAME).is_file():
         return None
     return Tokenizer.from_folder(folder)
-
-
-def _speculation(args: argparse.Namespace, config: ModelConfig) -> Speculation | None:
-    from qwen35_jax.inference.speculation import Speculation
-
-    if args.speculate is None:
-        return None
-    if not config.text.mtp_num_hidden_layers:
-        raise PromptError(
-            f"--speculate {args.speculate}: '{args.model}' has no multi-token-prediction head; leave it out"
-        )
-    return Speculation(args.speculate)
 
 
 def _prompt_tokens(args: argparse.Namespace, folder: Path, tokenizer: Tokenizer | None) -> list[int]:
@@ -187,26 +144,6 @@ def _standard_input() -> str:
         raise PromptError(f"standard input is not UTF-8 text: {error}") from error
 
 
-def _settings(args: argparse.Namespace, folder: Path) -> GenerationSettings:
-    """What the checkpoint recommends, with what the command line says on top."""
-    from qwen35_jax.inference.settings import recommended_settings
-
-    return recommended_settings(
-        folder,
-        max_new_tokens=args.max_new_tokens,
-        min_new_tokens=args.min_new_tokens,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        min_p=args.min_p,
-        repetition_penalty=args.repetition_penalty,
-        presence_penalty=args.presence_penalty,
-        seed=args.seed,
-        stop=args.stop,
-        ignore_eos=args.ignore_eos,
-    )
-
-
 def _stop_ids(
     args: argparse.Namespace, folder: Path, config: ModelConfig, tokenizer: Tokenizer | None
 ) -> tuple[int, ...]:
@@ -217,14 +154,6 @@ def _stop_ids(
         assert tokenizer is not None
         return chat_stop_token_ids(folder, config_ids=config_ids, tokenizer=tokenizer)
     return stop_token_ids(folder, config_ids=config_ids, tokenizer=tokenizer)
-
-
-def _progress(title: str, nbytes: int) -> AbstractContextManager[Advance]:
-    """A bar on a terminal, for models that take long to read."""
-    from qwen35_jax.checkpoint.progress import progress_bar, quiet
-
-    takes_long = nbytes > 200e6 and sys.stderr.isatty()
-    return (progress_bar if takes_long else quiet)(title, nbytes)
 
 
 def _printer(args: argparse.Namespace) -> Callable[[TokenEvent], None] | None:
@@ -260,9 +189,4 @@ def _report(args: argparse.Namespace, result: GenerationResult) -> None:
     elif _printer(args) is None:
         print(answer.text)
     sys.stdout.flush()
-    print(
-        f"prefill: {timing.prefill_tokens} tokens, {timing.prefill_tokens_per_second:.1f} tokens/s; "
-        f"decode: {timing.decode_tokens} tokens, {timing.decode_tokens_per_second:.1f} tokens/s; "
-        f"{answer.tokens_per_pass:.2f} tokens a pass; compiling took {timing.compile_seconds:.1f} s before that",
-        file=sys.stderr,
-    )
+    print(speed_line(result), file=sys.stderr)

@@ -15,6 +15,7 @@ import importlib
 import importlib.metadata
 import os
 import platform
+import signal
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -25,6 +26,7 @@ from qwen35_jax.errors import Qwen35Error
 
 COMMANDS = {
     "generate": "continue a prompt",
+    "chat": "talk to a model in the terminal",
     "convert": "turn a Hugging Face checkpoint into an Orbax one",
     "export": "write a checkpoint in Hugging Face layout",
     "spec": "print a model's graph, tensor shapes and parameter counts",
@@ -41,6 +43,24 @@ class _OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(USAGE_ERROR, f"qwen35: error: {message} (see `{self.prog} --help`)\n")
+
+
+WRITES_NOTHING = ("generate", "spec", "verify")
+
+
+def program() -> NoReturn:
+    """The `qwen35` command: `main` in a process of its own, and out of it."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed by whoever started the process
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+    if sys.argv[1:2] and sys.argv[1] in WRITES_NOTHING:
+        signal.signal(signal.SIGINT, lambda signum, frame: os._exit(INTERRUPTED))
+    status = main()
+    if status == INTERRUPTED:
+        # Threads of JAX's compiler may be at work still: ending the interpreter under them crashes it.
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
