@@ -16,6 +16,7 @@ import argparse
 import copy
 import dataclasses
 import functools
+import importlib.util
 import json
 import os
 import tempfile
@@ -245,6 +246,8 @@ def main() -> None:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args()
+    if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None:
+        parser.error("needs torch and transformers: pip install -e '.[reference]'")
     parts = set(arguments.parts)
 
     results: list[dict[str, Any]] = []

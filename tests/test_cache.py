@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from qwen35_jax.cache import AttentionCache, Cache, init_cache
-from qwen35_jax.errors import CapacityError, PromptError
-from qwen35_jax.model import prefill
+from qwen35_jax.errors import CapacityError, ConfigError, PromptError
+from qwen35_jax.model import decode_step, prefill
 from tests.small_text_model import (
     CAPACITY,
     FULL,
@@ -228,3 +228,34 @@ def test_padding_inside_a_document_of_a_cache_is_refused_before_the_call(model):
             model.new_cache(),
             segment_ids=segment_ids,
         )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "segment_ids", "complaint"),
+    [
+        ([[1, 2]] * 3, None, "tokens are a list"),
+        (jnp.ones(4, jnp.int32), None, r"shape \(4,\), expected \(3, time\)"),
+        (jnp.ones((2, 4), jnp.int32), None, r"shape \(2, 4\), expected \(3, time\)"),
+        (jnp.ones((3, 0), jnp.int32), None, "at least one token"),
+        (jnp.ones((3, 4)), None, "tokens are float32"),
+        (jnp.ones((3, 4), jnp.int32), jnp.ones((3, 5), jnp.int32), r"segment_ids have shape \(3, 5\)"),
+    ],
+)
+def test_tokens_of_a_wrong_shape_or_type_are_refused_before_the_call(model, tokens, segment_ids, complaint):
+    cache = model.new_cache()
+    with pytest.raises(PromptError, match=complaint):
+        prefill(model.graphdef, model.parameters, tokens, cache, segment_ids=segment_ids)
+    assert not cache.lengths.is_deleted()
+
+
+def test_a_decoding_step_takes_one_token_per_row(model):
+    for tokens in (jnp.ones((3, 1), jnp.int32), jnp.ones(2, jnp.int32), jnp.ones(3)):
+        with pytest.raises(PromptError, match="tokens"):
+            decode_step(model.graphdef, model.parameters, tokens, model.new_cache())
+
+
+def test_a_cache_is_made_from_the_text_config_and_whole_numbers(model):
+    with pytest.raises(ConfigError, match=r"config\.text"):
+        init_cache(model.config, batch=1, capacity=8, dtype="float32")
+    with pytest.raises(CapacityError, match=r"capacity: 8\.0"):
+        init_cache(model.config.text, batch=1, capacity=8.0, dtype="float32")

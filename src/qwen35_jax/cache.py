@@ -11,15 +11,17 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from qwen35_jax.config import TextConfig
-from qwen35_jax.errors import CapacityError
+from qwen35_jax.errors import CapacityError, ConfigError
 from qwen35_jax.layer_groups import layer_groups
 from qwen35_jax.ops.causal_conv import next_window
 from qwen35_jax.ops.gated_delta_rule import gated_delta_rule
+from qwen35_jax.ops.moving import as_bits
 
 
 @jax.tree_util.register_dataclass
@@ -145,8 +147,12 @@ class Cache:
         slots = jnp.where(real, self.lengths[:, None] + order, self.capacity)
         rows = jnp.arange(real.shape[0])[:, None]
 
+        @as_bits
+        def put(stacked: Array, new: Array) -> Array:
+            return stacked.at[:, rows, slots].set(new, mode="drop")
+
         def write(stacked: Array, new: Array) -> Array:
-            return stacked.at[:, rows, slots].set(new.astype(stacked.dtype), mode="drop")
+            return put(stacked, new.astype(stacked.dtype))
 
         def next_layer(old: LayerCache, update: LayerUpdate) -> LayerCache:
             if isinstance(old, AttentionCache):
@@ -177,11 +183,14 @@ def init_cache(config: TextConfig, *, batch: int, capacity: int, dtype: DTypeLik
         dtype: the compute dtype of the model; states are float32, or float64 in a float64 model.
 
     Raises:
-        CapacityError: `batch` or `capacity` is below 1.
+        CapacityError: `batch` or `capacity` is not a whole number of at least 1.
+        ConfigError: `config` is that of a whole checkpoint.
     """
+    if not isinstance(config, TextConfig):
+        raise ConfigError(f"config is a {type(config).__name__}, expected its TextConfig: config.text")
     for name, size in (("batch", batch), ("capacity", capacity)):
-        if size < 1:
-            raise CapacityError(f"{name}: {size}, expected at least 1")
+        if not isinstance(size, int | np.integer) or size < 1:
+            raise CapacityError(f"{name}: {size}, expected a whole number of at least 1")
     window = config.linear_conv_kernel_dim - 1
     keys = (config.linear_num_key_heads, config.linear_key_head_dim)
     values = (config.linear_num_value_heads, config.linear_value_head_dim)

@@ -141,17 +141,36 @@ def prefill(
 
     Raises:
         CapacityError: a row would pass the cache's capacity.
-        PromptError: a row holds two documents, or padding inside one.
+        PromptError: tokens that are not whole numbers [batch time] with the cache's rows, segment ids of another shape,
+            or a row that holds two documents, or padding inside one.
 
     Both are raised before anything runs. Under a caller's own trace no value is known: there a row that passes the
     capacity gets NaN for logits.
     """
+    _check_tokens(tokens, cache, segment_ids)
     if segment_ids is None:
         cache.check_room(tokens.shape[1])
     else:
         _check_one_document(segment_ids)
         cache.check_room(is_real(segment_ids).sum(axis=1))
     return _extend(graphdef, parameters, tokens, cache, segment_ids, positions)
+
+
+def _check_tokens(tokens: Tokens, cache: Cache, segment_ids: Tokens | None) -> None:
+    if not hasattr(tokens, "dtype"):
+        raise PromptError(f"tokens are a {type(tokens).__name__}, expected an array: jnp.asarray(tokens)")
+    shape = jnp.shape(tokens)
+    rows = cache.lengths.shape[0]
+    if len(shape) != 2 or shape[0] != rows or not shape[1]:
+        raise PromptError(
+            f"tokens have shape {shape}, expected ({rows}, time) for a cache of {rows} rows, and at least one token"
+        )
+    if not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise PromptError(f"tokens are {tokens.dtype}, expected whole numbers")
+    if segment_ids is not None and jnp.shape(segment_ids) != shape:
+        raise PromptError(
+            f"segment_ids have shape {jnp.shape(segment_ids)}, expected that of the tokens, {shape}"
+        )
 
 
 def _check_one_document(segment_ids: Tokens) -> None:
@@ -186,6 +205,12 @@ def decode_step(
     Arguments, results and errors are otherwise those of `prefill`. The check of the capacity waits for the device to
     finish the step before; a loop that should not wait runs under its own `jax.jit`, as `qwen35_jax.inference` does.
     """
+    if tokens.ndim != 1:
+        raise PromptError(
+            f"tokens have shape {tokens.shape}, expected ({cache.lengths.shape[0]},): one per row"
+        )
     segment_ids = None if active is None else active[:, None].astype(jnp.int32)
+    tokens = jnp.asarray(tokens)
+    _check_tokens(tokens[:, None], cache, segment_ids)
     cache.check_room(1 if active is None else active.astype(jnp.int32))
     return _extend(graphdef, parameters, tokens[:, None], cache, segment_ids, positions)

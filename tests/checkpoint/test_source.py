@@ -13,7 +13,7 @@ from flax import nnx
 from qwen35_jax.checkpoint import load
 from qwen35_jax.checkpoint.orbax import convert_to_orbax
 from qwen35_jax.checkpoint.source import convert, export
-from qwen35_jax.errors import CheckpointError
+from qwen35_jax.errors import CheckpointError, ConfigError
 from qwen35_jax.model import forward
 from tests.checkpoint.tiny_checkpoint import (
     MOTIF,
@@ -80,3 +80,17 @@ def test_converting_an_orbax_folder_is_refused(tmp_path: Path) -> None:
     convert(tmp_path / "hf", tmp_path / "orbax")
     with pytest.raises(CheckpointError, match="is an Orbax folder already"):
         convert(tmp_path / "orbax", tmp_path / "again")
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"dtype": "int8"}, "dtype is int8"),
+        ({"dtype": "foo"}, "dtype is 'foo'"),
+        ({"dtype": "float64"}, "64-bit types are off"),
+        ({"parameter_dtype": "float64"}, "parameter_dtype is float64"),
+    ],
+)
+def test_a_dtype_that_cannot_be_is_refused_before_the_model_is_looked_for(options, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        load("no such model", **options)

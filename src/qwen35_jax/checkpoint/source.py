@@ -21,6 +21,7 @@ from qwen35_jax.checkpoint.staging import check_destination
 from qwen35_jax.config import ModelConfig
 from qwen35_jax.errors import CheckpointError
 from qwen35_jax.model import Parameters, abstract_model
+from qwen35_jax.nn.parameter import check_float_dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,8 +64,12 @@ def load(
         progress: shows how far the reading is.
 
     Raises:
-        ConfigError, CheckpointError: the model cannot be found, or its files are not what they should be.
+        ConfigError, CheckpointError: the model cannot be found, or its files are not what they should be; or a dtype
+            is none for this.
     """
+    for name, asked in (("dtype", dtype), ("parameter_dtype", parameter_dtype)):
+        if asked is not None and not _is_auto(asked):
+            check_float_dtype(name, asked)
     folder = find_model(source)
     if _is_auto(parameter_dtype):
         parameter_dtype = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ from qwen35_jax.inference.settings import GenerationSettings
 from qwen35_jax.inference.speculation import Speculation
 from qwen35_jax.inference.stop_tokens import parse_token_ids, stop_token_ids
 from qwen35_jax.inference.streaming import AnswerText
+from qwen35_jax.inference.tokenizer import FILE_NAME as TOKENIZER_FILE
 from qwen35_jax.inference.tokenizer import Tokenizer
 
 PASSES_IN_A_BLOCK = 8
@@ -48,8 +50,8 @@ def generate(
         model: from `qwen35_jax.checkpoint.load`.
         prompts: texts or lists of token ids, of any lengths.
         settings: one for all rows, or one per row.
-        tokenizer: of the model; needed for texts and stop strings, and read from the model's folder when one of
-            these is asked for. Given one, ids past its vocabulary are never drawn.
+        tokenizer: of the model; by default the one in the model's folder, if there is one. It is needed for texts and
+            stop strings, and without one answers have no text. Ids past its vocabulary are never drawn.
         stop_ids: ids that end a row; by default those that the checkpoint names, see `stop_token_ids`.
         on_token: called for every token as it arrives.
         speculation: lets the model's multi-token-prediction head draft tokens; the model is loaded with `mtp=True`.
@@ -65,11 +67,13 @@ def generate(
     """
     rows = as_rows(prompts, settings)
     needs_text = any(isinstance(prompt, str) or wanted.stop for prompt, wanted in rows)
-    if tokenizer is None and needs_text:
-        if model.folder is None:
-            raise PromptError(
-                "texts and stop strings need a tokenizer, and this model comes without a folder"
-            )
+    if tokenizer is None and needs_text and model.folder is None:
+        raise PromptError("texts and stop strings need a tokenizer, and this model comes without a folder")
+    if (
+        tokenizer is None
+        and model.folder is not None
+        and (needs_text or (Path(model.folder) / TOKENIZER_FILE).is_file())
+    ):
         tokenizer = Tokenizer.from_folder(model.folder)
     tokens, per_row = check_prompts(prompts, settings, model.config.text, tokenizer)
     if stop_ids is None:

@@ -3,7 +3,9 @@
 The head drafts a few tokens, one pass of the main model looks at all of them, and the leading ones that plain decoding
 would have drawn are kept, with one token more. What plain decoding draws at a step depends on the logits, the row's
 seed and the step alone, so guesses are drawn with the same noise as the tokens they are for: the answer is that of
-plain decoding with the same seed, whatever the head drafts, and nearly as many guesses hold as in any exact scheme.
+plain decoding with the same seed, whatever the head drafts, and nearly as many guesses hold as in any exact scheme. As
+with any other change of a batch's shape, that is up to rounding: in bfloat16 a pass over several tokens may round a
+logit another way than a pass over one, and where two tokens are within that of each other either may be drawn.
 
 Source: the idea is Leviathan et al., "Fast inference from transformers via speculative decoding" (2023); drawing both
 sides with the same Gumbel noise replaces its acceptance test. The head: DeepSeek-V3 technical report (2024), section

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from qwen35_jax.errors import ConfigError
+
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 
 Keys = Iterator[jax.Array] | None
@@ -50,3 +52,21 @@ def parameter(
 def compute_dtype_for_state(dtype: DTypeLike) -> jnp.dtype:
     """float32, or float64 where the activations are float64: for decay, beta, norms, softmax and state."""
     return jnp.promote_types(dtype, jnp.float32)
+
+
+def check_float_dtype(name: str, dtype: DTypeLike) -> None:
+    """Refuses what is no floating-point dtype, and float64 while JAX's 64-bit types are off.
+
+    Raises:
+        ConfigError: names `name`. JAX alone would compute in float32 and only warn.
+    """
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        raise ConfigError(f"{name} is {dtype!r}, expected bfloat16, float16, float32 or float64") from None
+    if not jnp.issubdtype(found, jnp.floating):
+        raise ConfigError(f"{name} is {found}, expected bfloat16, float16, float32 or float64")
+    if found == jnp.float64 and not jax.config.read("jax_enable_x64"):
+        raise ConfigError(
+            f'{name} is float64, and 64-bit types are off: jax.config.update("jax_enable_x64", True)'
+        )

@@ -27,6 +27,7 @@ from qwen35_jax.inference.sampling import Sampling, stack_settings
 from qwen35_jax.inference.settings import GenerationSettings
 from qwen35_jax.inference.speculation import Speculation
 from qwen35_jax.model import Parameters
+from qwen35_jax.ops.moving import as_bits
 
 Tree = TypeVar("Tree")
 
@@ -85,18 +86,21 @@ def empty_slots(
 
 def row_of(tree: Tree, slot: Int[Array, ""]) -> Tree:
     """One row of every array, as a batch of one. Values without rows stay as they are."""
-    return _by_batch_axis(lambda array, axis: jax.lax.dynamic_slice_in_dim(array, slot, 1, axis), tree)
+
+    def cut(array: Array, axis: int) -> Array:
+        return as_bits(lambda array: jax.lax.dynamic_slice_in_dim(array, slot, 1, axis))(array)
+
+    return _by_batch_axis(cut, tree)
 
 
 def with_row(tree: Tree, row: Tree, slot: Int[Array, ""]) -> Tree:
     """The tree with one row of every array replaced."""
-    return _by_batch_axis(
-        lambda array, axis, new: jax.lax.dynamic_update_slice_in_dim(
-            array, new.astype(array.dtype), slot, axis
-        ),
-        tree,
-        row,
-    )
+
+    def put(array: Array, axis: int, new: Array) -> Array:
+        write = as_bits(lambda array, new: jax.lax.dynamic_update_slice_in_dim(array, new, slot, axis))
+        return write(array, new.astype(array.dtype))
+
+    return _by_batch_axis(put, tree, row)
 
 
 def _by_batch_axis(function: Callable[..., Array], *trees: Tree) -> Tree:
