@@ -301,3 +301,18 @@ def test_progress_passes_every_parameter_and_ends_at_the_whole(
     stacked = jax.tree.leaves(load_orbax(converted)[1])
     assert totals == [sum(steps)]
     assert sorted(steps) == sorted(array.nbytes for array in stacked)
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("OUT_OF_RANGE: no room\nstack"), RuntimeError("loop is closed")]
+)
+def test_a_write_that_fails_in_orbax_is_one_line_and_leaves_nothing(source, tmp_path, monkeypatch, error):
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("orbax.checkpoint.Checkpointer.save", fail)
+    with pytest.raises(
+        CheckpointError, match="cannot be written: (OUT_OF_RANGE: no room|loop is closed); nothing"
+    ):
+        convert_to_orbax(source, tmp_path / "converted")
+    assert not list(tmp_path.iterdir())

@@ -9,8 +9,10 @@ export writes the source's files again.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -49,7 +51,7 @@ from qwen35_jax.checkpoint.streaming import dtype_in_memory, lazy_parameters, re
 from qwen35_jax.checkpoint.tensor_table import bound_tensors, parameter_shapes
 from qwen35_jax.config import ModelConfig, require_dense_text
 from qwen35_jax.config.json_file import parse_json, read_json_text
-from qwen35_jax.errors import CheckpointError
+from qwen35_jax.errors import CheckpointError, Qwen35Error
 from qwen35_jax.spec.tensor_rules import default_spelling
 
 PARAMETERS = "params"
@@ -138,8 +140,17 @@ def _save_tree(directory: Path, parameters: Mapping[str, Any], advance: Advance)
         (LazyParameter, HostArrays(advance)), (jax.Array, ocp.type_handlers.ArrayHandler())
     )
     handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry, use_compression=False)
-    with ocp.Checkpointer(handler) as checkpointer:
-        checkpointer.save(directory, args=ocp.args.PyTreeSave(tree))
+    try:
+        with ocp.Checkpointer(handler) as checkpointer:
+            checkpointer.save(directory, args=ocp.args.PyTreeSave(tree))
+    except (ValueError, RuntimeError) as error:
+        # Orbax and TensorStore tell of the system's errors in the text of their own. A reader's error passes as it is.
+        if isinstance(error, Qwen35Error) or os.strerror(errno.ENOSPC) in str(error):
+            raise
+        reason = str(error).strip().partition("\n")[0]
+        raise CheckpointError(
+            f"{directory.parent}: cannot be written: {reason}; nothing was written"
+        ) from error
 
 
 def load_orbax(

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,7 +46,7 @@ def staged_folder(destination: Path, *, nbytes: int) -> Iterator[Path]:
         yield staging
         os.rename(staging, destination)
     except BaseException as error:
-        shutil.rmtree(staging, ignore_errors=True)
+        _remove(staging)
         if _is_out_of_space(error):
             raise CheckpointError(f"{destination}: the disk is full; nothing was written") from error
         if isinstance(error, OSError):
@@ -53,6 +54,15 @@ def staged_folder(destination: Path, *, nbytes: int) -> Iterator[Path]:
                 f"{destination}: cannot be written: {error.strerror}; nothing was written"
             ) from error
         raise
+
+
+def _remove(folder: Path) -> None:
+    """Removes a folder into which threads of a failed write may still be writing for a moment."""
+    for _ in range(20):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
+        time.sleep(0.05)
 
 
 def check_destination(destination: Path) -> Path:
