@@ -312,7 +312,7 @@ def test_a_write_that_fails_in_orbax_is_one_line_and_leaves_nothing(source, tmp_
 
     monkeypatch.setattr("orbax.checkpoint.Checkpointer.save", fail)
     with pytest.raises(
-        CheckpointError, match="cannot be written: (OUT_OF_RANGE: no room|loop is closed); nothing"
+        CheckpointError, match=r"cannot be written: (OUT_OF_RANGE: no room|loop is closed); nothing"
     ):
         convert_to_orbax(source, tmp_path / "converted")
     assert not list(tmp_path.iterdir())

@@ -100,6 +100,20 @@ def test_prompt_ids_need_no_tokenizer(capsys: pytest.CaptureFixture[str], copy: 
     without = run_json(capsys, copy, "--prompt-ids", "5,17,3")
     assert without["tokens"] == with_tokenizer["tokens"]
     assert without["text"] == ""
+    ids = ",".join(map(str, without["tokens"]))
+    for option, shown in (("--no-stream", f"{ids}\n"), ("--stream", f"{ids},\n")):
+        command = [
+            "generate",
+            "--model",
+            str(copy),
+            "--prompt-ids",
+            "5,17,3",
+            "--max-new-tokens",
+            "6",
+            option,
+        ]
+        assert main(command) == 0
+        assert capsys.readouterr().out == shown
 
 
 def test_text_goes_to_stdout_and_speeds_to_stderr(capsys: pytest.CaptureFixture[str], folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -201,3 +202,24 @@ def test_python_dash_m_is_the_same_command():
     done = subprocess.run([sys.executable, "-m", "qwen35_jax", "nope"], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.startswith("qwen35: error: no command 'nope'")
+
+
+def test_the_command_runs_with_its_standard_streams_closed() -> None:
+    for closed in ("<&-", ">&-", "2>&-"):
+        command = f"{sys.executable} -m qwen35_jax spec nano --json {closed} > /dev/null"
+        if closed == ">&-":
+            command = f"{sys.executable} -m qwen35_jax spec nano --json {closed}"
+        done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+
+def test_an_interrupt_ends_a_generation_at_once_with_the_shells_status() -> None:
+    arguments = ["generate", "--prompt", "France", "--ignore-eos", "--max-new-tokens", "1500", "--stream"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "qwen35_jax", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.read(1)  # it has begun to answer
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=20) == 130
+        assert b"Traceback" not in process.stderr.read()

@@ -95,10 +95,10 @@ def run(args: argparse.Namespace) -> int:
         settings,
         tokenizer=tokenizer,
         stop_ids=stop_ids,
-        on_token=_printer(args),
+        on_token=_printer(args, in_ids=tokenizer is None),
         speculation=drafting,
     )
-    _report(args, result)
+    _report(args, result, in_ids=tokenizer is None)
     return 0
 
 
@@ -156,13 +156,17 @@ def _stop_ids(
     return stop_token_ids(folder, config_ids=config_ids, tokenizer=tokenizer)
 
 
-def _printer(args: argparse.Namespace) -> Callable[[TokenEvent], None] | None:
+def _printer(args: argparse.Namespace, *, in_ids: bool) -> Callable[[TokenEvent], None] | None:
+    """Shows an answer as it comes, where that is wanted; as token ids where there is no tokenizer."""
     if not (args.stream or (args.stream is None and not args.json and sys.stdout.isatty())):
         return None
     output = sys.stderr if args.json else sys.stdout
 
     def show(event: TokenEvent) -> None:
-        output.write(event.text)
+        if not in_ids:
+            output.write(event.text)
+        elif event.token is not None:
+            output.write(f"{event.token},")
         if event.finish_reason is not None:
             output.write("\n")
         output.flush()
@@ -170,7 +174,7 @@ def _printer(args: argparse.Namespace) -> Callable[[TokenEvent], None] | None:
     return show
 
 
-def _report(args: argparse.Namespace, result: GenerationResult) -> None:
+def _report(args: argparse.Namespace, result: GenerationResult, *, in_ids: bool) -> None:
     (answer,) = result.generations
     timing = result.timing
     if args.json:
@@ -186,7 +190,7 @@ def _report(args: argparse.Namespace, result: GenerationResult) -> None:
             "tokens_per_pass": answer.tokens_per_pass,
         }
         print(json.dumps(report, ensure_ascii=False))
-    elif _printer(args) is None:
-        print(answer.text)
+    elif _printer(args, in_ids=in_ids) is None:
+        print(",".join(map(str, answer.tokens)) if in_ids else answer.text)
     sys.stdout.flush()
     print(speed_line(result), file=sys.stderr)
