@@ -22,7 +22,7 @@ from qwen35_jax.inference.rows import Emission, fresh_rows, limits_of, unstacked
 from qwen35_jax.inference.runnable import RunnableModel
 from qwen35_jax.inference.sampling import stack_settings
 from qwen35_jax.inference.settings import GenerationSettings
-from qwen35_jax.inference.speculation import Speculation
+from qwen35_jax.inference.speculation import Speculation, require_head
 from qwen35_jax.inference.stop_tokens import parse_token_ids, stop_token_ids
 from qwen35_jax.inference.streaming import AnswerText
 from qwen35_jax.inference.tokenizer import FILE_NAME as TOKENIZER_FILE
@@ -82,11 +82,8 @@ def generate(
         )
     else:
         stop_ids = parse_token_ids([*stop_ids], "stop_ids")
-    if speculation is not None and "mtp" not in model.parameters:
-        raise PromptError(
-            "speculation needs the multi-token-prediction head, and this model was loaded without one: "
-            "load(..., mtp=True), if its checkpoint has mtp.* tensors"
-        )
+    if speculation is not None:
+        require_head(model.parameters)
     run = _Run(model, tokens, per_row, tokenizer, stop_ids, on_token or (lambda event: None), speculation)
     return run.result()
 

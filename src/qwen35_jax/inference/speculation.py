@@ -27,6 +27,7 @@ from qwen35_jax.config import TextConfig
 from qwen35_jax.errors import PromptError
 from qwen35_jax.inference.rows import Emission, Limits, Rows, draw_next
 from qwen35_jax.inference.sampling import Sampling
+from qwen35_jax.model import Parameters
 from qwen35_jax.nn.text_model import TextModel
 from qwen35_jax.ops.segments import is_real, last_real
 
@@ -54,6 +55,15 @@ class Speculation:
             raise PromptError(f"drafts is {self.drafts!r}, expected a number from 1 to {MOST_DRAFTS}")
         if self.head_input not in ("final_norm", "residual"):
             raise PromptError(f"head_input is {self.head_input!r}, expected 'final_norm' or 'residual'")
+
+
+def require_head(parameters: Parameters) -> None:
+    """Raises `PromptError` where a model has come without the multi-token-prediction head."""
+    if "mtp" not in parameters:
+        raise PromptError(
+            "speculation needs the multi-token-prediction head, and this model was loaded without one: "
+            "load(..., mtp=True), if its checkpoint has mtp.* tensors"
+        )
 
 
 @jax.tree_util.register_dataclass

@@ -34,7 +34,7 @@ from qwen35_jax.inference.rows import Emission, fresh_rows, limits_of, unstacked
 from qwen35_jax.inference.runnable import RunnableModel
 from qwen35_jax.inference.sampling import stack_settings
 from qwen35_jax.inference.settings import GenerationSettings
-from qwen35_jax.inference.speculation import Speculation
+from qwen35_jax.inference.speculation import Speculation, require_head
 from qwen35_jax.inference.streaming import AnswerText
 from qwen35_jax.inference.tokenizer import Tokenizer
 
@@ -134,11 +134,8 @@ class Engine:
                 raise PromptError(f"{name} is {value}, expected at least 1")
         if prefill_tokens not in PREFILL_BUCKETS:
             raise PromptError(f"prefill_tokens is {prefill_tokens}, expected one of {PREFILL_BUCKETS}")
-        if speculation is not None and "mtp" not in model.parameters:
-            raise PromptError(
-                "speculation needs the multi-token-prediction head, and this model was loaded without one: "
-                "load(..., mtp=True), if its checkpoint has mtp.* tensors"
-            )
+        if speculation is not None:
+            require_head(model.parameters)
         self._model = model
         self._tokenizer = tokenizer
         self._buckets = tuple(bucket for bucket in PREFILL_BUCKETS if bucket <= prefill_tokens)
