@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from qwen35_jax.cache import init_cache
 from qwen35_jax.errors import ConfigError
@@ -153,3 +153,9 @@ def test_heads_over_eight_devices_equal_one_device():
     assert seen["difference"] < 1e-5
     assert seen["value_heads_per_device"] == 2
     assert seen["state_heads_per_device"] == 2
+
+
+def test_a_mesh_whose_axes_are_explicit_is_refused_with_what_to_do():
+    mesh = jax.make_mesh((1,), ("tensor",), axis_types=(AxisType.Explicit,))
+    with pytest.raises(ConfigError, match=r"Explicit, expected Auto ones: jax\.make_mesh"):
+        shardings(mesh, LogicalAxes(("embed",)), jnp.zeros(8))

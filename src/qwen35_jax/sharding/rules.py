@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from qwen35_jax.cache import Cache
 from qwen35_jax.errors import ConfigError
@@ -91,11 +91,18 @@ def shardings(mesh: Mesh | AbstractMesh, axes: Any, arrays: Any) -> Any:
         arrays: tree of arrays, or of shapes and dtypes, with the same structure.
 
     Raises:
-        ConfigError: an axis does not divide over its mesh axis; names the axis, its size and the mesh axis.
+        ConfigError: an axis does not divide over its mesh axis; names the axis, its size and the mesh axis. Or the mesh
+            has axes that are unknown, or that want sharding written into every operation.
     """
     unknown = set(mesh.axis_names) - set(MESH_AXES)
     if unknown:
         raise ConfigError(f"mesh: unknown axes {sorted(unknown)}; expected some of {list(MESH_AXES)}")
+    if any(kind != AxisType.Auto for kind in mesh.axis_types):
+        # `jax.make_mesh` makes Explicit axes where it is not told otherwise.
+        raise ConfigError(
+            f"mesh: its axes are {', '.join(str(kind) for kind in mesh.axis_types)}, expected Auto ones: "
+            "jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto,) * number_of_axes)"
+        )
 
     def one(logical: LogicalAxes, array: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding:
         return NamedSharding(mesh, _partition(mesh, logical.names, array.shape))
