@@ -142,6 +142,14 @@ def test_thoughts_are_dimmed_on_a_terminal_that_can(
     assert terminal.getvalue() == (dimmed if value == "xterm" else "<think>\nHm.\n</think>\n\nYes\n")
 
 
+def test_what_a_model_writes_does_not_steer_the_terminal() -> None:
+    terminal, file = Terminal(), io.StringIO()
+    for output in (terminal, file):
+        chat._AnswerPrinter(output)(Content("a\x1b]0;title\x07\tb\x9b1m é\n"))
+    assert terminal.getvalue() == "a\ufffd]0;title\ufffd\tb\ufffd1m é\n"
+    assert file.getvalue() == "a\x1b]0;title\x07\tb\x9b1m é\n"
+
+
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [

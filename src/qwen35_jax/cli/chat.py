@@ -35,6 +35,7 @@ HELP = (
     "ends; /help tells the commands. Standard input may be a file or a pipe, one line a turn."
 )
 PROMPT = "> "
+_CONTROLS = [code for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"]
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 
@@ -199,6 +200,8 @@ class _AnswerPrinter:
 
     def __init__(self, output: TextIO):
         self._output = output
+        # A model that was told to may write sequences that steer the terminal.
+        self._unprintable = dict.fromkeys(_CONTROLS, "\ufffd") if output.isatty() else {}
         dims = output.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         self._opening, self._closing = ("", "\n\n") if dims else ("<think>\n", "\n</think>\n\n")
         # Around every piece, so that nothing else is ever dimmed, whatever happens in between.
@@ -212,10 +215,10 @@ class _AnswerPrinter:
             if not self._thinking:
                 self._output.write(self._opening)
                 self._thinking = True
-            self._output.write(self._thought.format(event.text))
+            self._output.write(self._thought.format(event.text.translate(self._unprintable)))
         elif isinstance(event, Content):
             self._end_thought()
-            self._output.write(event.text)
+            self._output.write(event.text.translate(self._unprintable))
         self._output.flush()
 
     def end(self) -> None:

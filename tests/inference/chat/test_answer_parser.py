@@ -97,6 +97,11 @@ ANSWERS = {
         False,
         ParsedAnswer("", "", (ToolCall("write", {"text": '{"</tool_call>\n', "lines": [2]}),)),
     ),
+    "the older form with backslashes": (
+        r'<tool_call>{"name": "write", "arguments": {"text": "\\", "note": "}\\\"{"}}</tool_call>',
+        False,
+        ParsedAnswer("", "", (ToolCall("write", {"text": "\\", "note": '}\\"{'}),)),
+    ),
     "the older form with arguments as text": (
         '<tool_call>{"name": "write", "arguments": "{\\"lines\\": 2}"}</tool_call>',
         False,

@@ -40,7 +40,7 @@ _NAME = re.compile(r"[^<>\n]*")
 _VALUE_END = re.compile(f"{_PARAMETER_END}|{_FUNCTION_END}")
 _SPACE = re.compile(f"[{WHITE_SPACE}]*")
 _JSON_MARK = re.compile(r'[{}"]')
-_JSON_STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_STRING_MARK = re.compile(r'\\.|"', re.DOTALL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,18 +165,18 @@ class ToolCallReader:
         """Reads the older form, from behind its first brace."""
         start = self.position - 1
         depth = 1
+        in_string = False
         while depth:
-            mark = _JSON_MARK.search(self.text, self.position)
-            end = mark.end() if mark else None
-            if mark and mark[0] == '"':
-                string = _JSON_STRING.match(self.text, mark.start())
-                end = string.end() if string else None
-            if end is None:
+            mark = (_STRING_MARK if in_string else _JSON_MARK).search(self.text, self.position)
+            if mark is None:
+                # What has been looked at is not looked at again, but for a backslash whose character is still to come.
+                begun = in_string and self.text.endswith("\\")
+                self.position = max(self.position, len(self.text) - begun)
                 yield
                 continue
-            assert mark is not None
+            self.position = mark.end()
+            in_string ^= mark[0] == '"'
             depth += {"{": 1, "}": -1}.get(mark[0], 0)
-            self.position = end
         call = _json_call(self.text[start : self.position])
         if call is None or (yield from self._take(CLOSING_TAG)) is None:
             return None
