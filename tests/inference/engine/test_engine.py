@@ -222,6 +222,7 @@ def test_b95_a_request_on_which_the_model_breaks_fails_alone(tiny):
         (Request((1, 2, VOCABULARY)), "97"),
         (request(90, 20, seed=0), "90 tokens and 20 more"),
         (Request((1,), GenerationSettings(stop=("x",))), "tokenizer"),
+        (Request((1,), stop_ids=tuple(range(9))), "9 stop ids"),
     ],
 )
 def test_what_cannot_be_run_is_refused_when_it_is_submitted(without_tokenizer, wanted, complaint):

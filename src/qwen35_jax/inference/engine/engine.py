@@ -30,7 +30,7 @@ from qwen35_jax.inference.engine.slots import (
 from qwen35_jax.inference.placement import Placement
 from qwen35_jax.inference.prompts import check_prompt
 from qwen35_jax.inference.results import TokenEvent
-from qwen35_jax.inference.rows import Emission, fresh_rows, limits_of, unstacked
+from qwen35_jax.inference.rows import STOP_ID_SLOTS, Emission, fresh_rows, limits_of, unstacked
 from qwen35_jax.inference.runnable import RunnableModel
 from qwen35_jax.inference.sampling import stack_settings
 from qwen35_jax.inference.settings import GenerationSettings
@@ -231,6 +231,8 @@ class Engine:
         assert settings.max_new_tokens is not None
         if settings.stop and self._tokenizer is None:
             raise PromptError("stop strings need a tokenizer, and this engine was made without one")
+        if len(request.stop_ids) > STOP_ID_SLOTS:
+            raise PromptError(f"{len(request.stop_ids)} stop ids, expected at most {STOP_ID_SLOTS}")
         stream = AnswerStream(-1, self._wake)
         seed = secrets.randbits(32) if settings.seed is None else settings.seed
         stop_ids = () if settings.ignore_eos else request.stop_ids

@@ -18,7 +18,7 @@ class Request:
     Attributes:
         prompt: token ids, at least one.
         settings: how to continue it.
-        stop_ids: ids that end the answer.
+        stop_ids: ids that end the answer, 8 at most.
     """
 
     prompt: tuple[int, ...]
