@@ -316,3 +316,10 @@ def test_a_write_that_fails_in_orbax_is_one_line_and_leaves_nothing(source, tmp_
     ):
         convert_to_orbax(source, tmp_path / "converted")
     assert not list(tmp_path.iterdir())
+
+
+def test_kept_tensors_without_their_layout_are_refused_and_not_dropped(converted, tmp_path):
+    broken = Path(shutil.copytree(converted, tmp_path / "broken"))
+    (broken / "source_layout.json").unlink()
+    with pytest.raises(CheckpointError, match=r"has kept\.safetensors without source_layout\.json"):
+        load_orbax(broken)

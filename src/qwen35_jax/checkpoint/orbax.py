@@ -289,6 +289,10 @@ def _as_text(path: ParameterPath) -> tuple[str, ...]:
 def _read_kept(folder: Path) -> KeptTensors | None:
     layout_file, kept_file = folder / LAYOUT_FILE, folder / KEPT_FILE
     if not layout_file.exists():
+        if kept_file.exists():
+            raise CheckpointError(
+                f"{folder}: has {KEPT_FILE} without {LAYOUT_FILE}; convert the source again"
+            )
         return None
     try:
         layout, names = _parse_layout(read_json_text(layout_file), layout_file)
