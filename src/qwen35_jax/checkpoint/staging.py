@@ -35,7 +35,7 @@ def staged_folder(destination: Path, *, nbytes: int) -> Iterator[Path]:
         free = shutil.disk_usage(destination.parent).free
         if free < nbytes:
             raise CheckpointError(
-                f"{destination}: needs {nbytes / 1e6:,.0f} MB, but only {free / 1e6:,.0f} MB are free on that disk"
+                f"{destination}: needs {nbytes / 1e6:,.1f} MB, but only {free / 1e6:,.1f} MB are free on that disk"
             )
         staging = destination.with_name(f".{destination.name[:60]}.partial-{os.getpid()}")
         shutil.rmtree(staging, ignore_errors=True)
