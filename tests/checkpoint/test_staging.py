@@ -35,9 +35,9 @@ def test_folder_appears_under_the_name_that_was_given(tmp_path: Path, name: str)
         ("full", "exists and is not empty"),
         ("file", "is a file"),
         ("file/new", "cannot be made, since .*file is a file"),
-        ("loop", "cannot be made: Symlink loop"),
+        ("loop", "cannot be made: (Symlink loop|its links lead in a circle)"),
         ("x" * 300, "cannot be made: .*name too long"),
-        ("nul\0", "cannot be made: embedded null byte"),
+        ("nul\0", "cannot be made: .*embedded null"),
     ],
 )
 def test_place_for_no_folder_is_refused_in_one_line(tmp_path: Path, name: str, message: str) -> None:

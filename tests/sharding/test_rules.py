@@ -97,7 +97,8 @@ def test_a_cache_is_cut_where_its_rows_and_heads_divide_and_whole_elsewhere():
 
 
 def _abstract_mesh(**sizes: int) -> jax.sharding.AbstractMesh:
-    return jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    auto = (AxisType.Auto,) * len(sizes)
+    return jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=auto)
 
 
 EIGHT_DEVICES = textwrap.dedent(

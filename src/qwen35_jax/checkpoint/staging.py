@@ -73,6 +73,8 @@ def check_destination(destination: Path) -> Path:
     """
     try:
         real = destination.resolve()
+        if real.is_symlink():  # newer Pythons give up on a circle of links without a word
+            raise CheckpointError(f"{destination}: cannot be made: its links lead in a circle")
         if real.is_dir() and any(real.iterdir()):
             raise CheckpointError(
                 f"{destination}: exists and is not empty; remove it or choose another folder"
