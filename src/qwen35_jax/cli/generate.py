@@ -71,7 +71,8 @@ def run(args: argparse.Namespace) -> int:
     from qwen35_jax.checkpoint.model_name import find_model
     from qwen35_jax.config import ModelConfig
     from qwen35_jax.inference.compilation_cache import enable_compilation_cache
-    from qwen35_jax.inference.generation import check_prompts, generate
+    from qwen35_jax.inference.generation import generate
+    from qwen35_jax.inference.prompts import check_prompts
 
     enable_compilation_cache()
     folder = find_model(args.model)

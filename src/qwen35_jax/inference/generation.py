@@ -18,7 +18,7 @@ from qwen35_jax.inference.placement import Placement
 from qwen35_jax.inference.programs import Memory, decode_block, empty_memory, first_token, prefill_chunk
 from qwen35_jax.inference.prompts import Prompt, as_rows, check_prompts
 from qwen35_jax.inference.results import GenerationResult, Timing, TokenEvent
-from qwen35_jax.inference.rows import Emission, fresh_rows, limits_of, unstacked
+from qwen35_jax.inference.rows import Emission, drawable_vocabulary, fresh_rows, limits_of, unstacked
 from qwen35_jax.inference.runnable import RunnableModel
 from qwen35_jax.inference.sampling import stack_settings
 from qwen35_jax.inference.settings import GenerationSettings
@@ -129,9 +129,7 @@ class _Run:
         self.limits = limits_of(
             settings,
             [() if row.ignore_eos else stop_ids for row in settings],
-            vocabulary_size=(
-                text.vocab_size if tokenizer is None else min(text.vocab_size, tokenizer.vocabulary_size)
-            ),
+            vocabulary_size=drawable_vocabulary(text.vocab_size, tokenizer),
             pad_id=text.pad_token_id or 0,
         )
 

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from qwen35_jax.inference.sampling import Sampling, draw, penalize
 from qwen35_jax.inference.settings import GenerationSettings
+from qwen35_jax.inference.tokenizer import Tokenizer
 
 STOP_ID_SLOTS = 8
 """Stop ids are padded to a multiple of this, so that their number compiles nothing."""
@@ -88,6 +89,11 @@ def fresh_rows(
         seen=jnp.asarray(seen),
         generated=jnp.zeros(seen.shape, bool),
     )
+
+
+def drawable_vocabulary(vocab_size: int, tokenizer: Tokenizer | None) -> int:
+    """`Limits.vocabulary_size`: of the rows of the embedding, those that the tokenizer has a token for."""
+    return vocab_size if tokenizer is None else min(vocab_size, tokenizer.vocabulary_size)
 
 
 def limits_of(

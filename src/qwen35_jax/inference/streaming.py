@@ -66,7 +66,7 @@ class StopStringFilter:
         if matches:
             self._held = ""
             return Released(text[: min(matches)[1]], True)
-        keep = max((_prefix_at_end(text, stop) for stop in self._stop), default=0)
+        keep = max((prefix_at_end(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]
         return Released(text[: len(text) - keep], False)
 
@@ -120,7 +120,7 @@ class AnswerText:
         return released.text
 
 
-def _prefix_at_end(text: str, stop: str) -> int:
+def prefix_at_end(text: str, stop: str) -> int:
     """Length of the longest proper prefix of `stop` that `text` ends with."""
     for length in range(min(len(stop) - 1, len(text)), 0, -1):
         if text.endswith(stop[:length]):

@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 from qwen35_jax.inference.chat.messages import tool_schemas
 from qwen35_jax.inference.chat.tool_call import OPENING_TAG, WHITE_SPACE, ToolCall, ToolCallReader
+from qwen35_jax.inference.streaming import prefix_at_end
 
 THINK = "<think>"
 END_OF_THINK = "</think>"
@@ -155,7 +156,7 @@ class AnswerParser:
             tags.append(END_OF_THINK)
         found = [(start, tag) for tag in tags if (start := self._unread.find(tag)) >= 0]
         if not found:
-            held = max((_begun(tag, self._unread) for tag in tags), default=0) if more_may_come else 0
+            held = max((prefix_at_end(self._unread, tag) for tag in tags), default=0) if more_may_come else 0
             certain = len(self._unread) - held
             self._take_text(self._unread[:certain])
             self._unread = self._unread[certain:]
@@ -240,9 +241,3 @@ def parse_answer(
 def opens_thought(prompt: str) -> bool:
     """Whether a rendered prompt ends with the opening tag of the thoughts, so that the answer begins inside them."""
     return prompt.rstrip(WHITE_SPACE).endswith(THINK)
-
-
-def _begun(tag: str, text: str) -> int:
-    """Length of the longest beginning of a tag that a text ends with, the whole tag not counted."""
-    lengths = range(min(len(tag) - 1, len(text)), 0, -1)
-    return next((length for length in lengths if text.endswith(tag[:length])), 0)

@@ -10,8 +10,9 @@ from typing import Any
 from qwen35_jax.errors import PromptError
 from qwen35_jax.inference.chat.answer_parser import AnswerEvent, AnswerParser, ParsedAnswer, opens_thought
 from qwen35_jax.inference.chat_template import ChatTemplate
-from qwen35_jax.inference.generation import RunnableModel, generate
+from qwen35_jax.inference.generation import generate
 from qwen35_jax.inference.results import GenerationResult, TokenEvent
+from qwen35_jax.inference.runnable import RunnableModel
 from qwen35_jax.inference.settings import GenerationSettings
 from qwen35_jax.inference.speculation import Speculation
 from qwen35_jax.inference.tokenizer import Tokenizer

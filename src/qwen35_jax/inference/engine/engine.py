@@ -30,7 +30,14 @@ from qwen35_jax.inference.engine.slots import (
 from qwen35_jax.inference.placement import Placement
 from qwen35_jax.inference.prompts import check_prompt
 from qwen35_jax.inference.results import TokenEvent
-from qwen35_jax.inference.rows import STOP_ID_SLOTS, Emission, fresh_rows, limits_of, unstacked
+from qwen35_jax.inference.rows import (
+    STOP_ID_SLOTS,
+    Emission,
+    drawable_vocabulary,
+    fresh_rows,
+    limits_of,
+    unstacked,
+)
 from qwen35_jax.inference.runnable import RunnableModel
 from qwen35_jax.inference.sampling import stack_settings
 from qwen35_jax.inference.settings import GenerationSettings
@@ -144,9 +151,7 @@ class Engine:
         self.memory: MemoryPlan = plan_memory(
             model, slots=slots, context=context, speculation=speculation, placement=self._placement
         )
-        self._vocabulary_size = model.config.text.vocab_size
-        if tokenizer is not None:
-            self._vocabulary_size = min(self._vocabulary_size, tokenizer.vocabulary_size)
+        self._vocabulary_size = drawable_vocabulary(model.config.text.vocab_size, tokenizer)
         self._slots: Slots = empty_slots(
             model,
             self._placement,
