@@ -9,6 +9,21 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 
 @dataclasses.dataclass(frozen=True)
+class TokenLogprob:
+    """How likely the model itself found a token, before bias, penalties, temperature and truncation.
+
+    Attributes:
+        token: the token drawn.
+        logprob: natural logarithm of its probability.
+        top: the most likely tokens at this place with theirs, most likely first.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class TokenEvent:
     """News about one row, passed to `on_token`.
 
@@ -17,12 +32,14 @@ class TokenEvent:
         token: the token drawn; None for the event that ends a row.
         text: text that may now be shown. Characters come whole, so it is often empty and then more at once.
         finish_reason: why the row ended; None while it goes on.
+        logprob: of the token, where the settings ask for it.
     """
 
     row: int
     token: int | None
     text: str
     finish_reason: FinishReason | None = None
+    logprob: TokenLogprob | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +55,8 @@ class Generation:
             client did not want more.
         seed: repeats these draws.
         passes: of the model over this row after its prompt.
+        logprobs: of the tokens, where the settings ask for them.
+        cached_tokens: of the prompt, those that did not have to be consumed because an engine remembered them.
     """
 
     prompt_tokens: tuple[int, ...]
@@ -46,6 +65,8 @@ class Generation:
     finish_reason: FinishReason
     seed: int
     passes: int
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    cached_tokens: int = 0
 
     @property
     def tokens_per_pass(self) -> float:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import numbers
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from qwen35_jax.inference.stop_tokens import GENERATION_CONFIG
 from qwen35_jax.inference.tokenizer import read_json_object
 
 DEFAULT_NEW_TOKENS = 128
+MOST_LOGPROBS = 20
+MOST_BIASES = 300
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,10 +37,14 @@ class GenerationSettings:
         repetition_penalty: logits of tokens in the prompt or the answer are divided by this where positive and
             multiplied where negative (Keskar et al. 2019, section 4.1); 1 leaves them.
         presence_penalty: subtracted once from the logits of tokens already in the answer.
+        frequency_penalty: subtracted as often as the token stands in the answer.
+        logit_bias: token ids with numbers that are added to their logits before anything else, 300 at most.
         seed: fixes the draws, in [0, 2**32). None draws one and reports it. A row's draws depend on its own
             seed alone, so two rows with the same prompt and seed agree.
         stop: strings that end the answer; they and what follows are left out of the text.
         ignore_eos: go on after stop ids, up to `max_new_tokens`.
+        top_logprobs: tell the log-probability of every token drawn, and of so many of the most likely ones, 20 at
+            most; None tells none. They are the model's own, before bias, penalties, temperature and truncation.
 
     Raises:
         PromptError: a field is of a wrong type or out of range.
@@ -52,9 +58,12 @@ class GenerationSettings:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict, hash=False)
     seed: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    top_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         for name, (least, most, may_be_none) in _INTEGERS.items():
@@ -66,6 +75,7 @@ class GenerationSettings:
         if not isinstance(self.stop, list | tuple) or not all(isinstance(s, str) and s for s in self.stop):
             raise PromptError(f"stop is {self.stop!r}, expected a tuple of strings that are not empty")
         object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "logit_bias", _logit_bias(self.logit_bias))
         if not isinstance(self.ignore_eos, bool):
             raise PromptError(f"ignore_eos is {self.ignore_eos!r}, expected true or false")
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
@@ -79,6 +89,7 @@ _INTEGERS: dict[str, tuple[int, int, bool]] = {
     "min_new_tokens": (0, 2**31 - 1, False),
     "top_k": (0, 2**31 - 1, False),
     "seed": (0, 2**32 - 1, True),
+    "top_logprobs": (0, MOST_LOGPROBS, True),
 }
 """Least and largest value (as a device's 32 bits hold them), and whether None is allowed."""
 
@@ -88,6 +99,7 @@ _NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {
     "min_p": ("a number from 0 to 1", lambda value: 0 <= value <= 1),
     "repetition_penalty": ("a number above 0", lambda value: value > 0),
     "presence_penalty": ("a finite number", lambda value: True),
+    "frequency_penalty": ("a finite number", lambda value: True),
 }
 """What is expected, and whether a finite number is that."""
 
@@ -145,3 +157,16 @@ def _number(name: str, value: Any, expected: str, holds: Callable[[float], bool]
     if not (math.isfinite(on_device) and holds(on_device)):
         raise PromptError(f"{name} is {value!r}, expected {expected}")
     return number
+
+
+def _logit_bias(bias: Any) -> dict[int, float]:
+    if not isinstance(bias, Mapping):
+        raise PromptError(f"logit_bias is {bias!r}, expected a mapping of token ids to numbers")
+    if len(bias) > MOST_BIASES:
+        raise PromptError(f"logit_bias holds {len(bias)} ids, expected at most {MOST_BIASES}")
+    return {
+        _integer("a token id of logit_bias", token, 0, 2**31 - 1): _number(
+            f"logit_bias of {token}", value, "a finite number", lambda value: True
+        )
+        for token, value in bias.items()
+    }

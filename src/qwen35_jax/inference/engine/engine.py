@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import jax
@@ -45,7 +45,15 @@ from qwen35_jax.inference.speculation import Speculation, require_head
 from qwen35_jax.inference.streaming import AnswerText
 from qwen35_jax.inference.tokenizer import Tokenizer
 
-COUNTED = ("submitted", "finished", "cancelled", "failed", "prompt_tokens", "generated_tokens")
+COUNTED = (
+    "submitted",
+    "finished",
+    "cancelled",
+    "failed",
+    "prompt_tokens",
+    "cached_tokens",
+    "generated_tokens",
+)
 PASSES_IN_A_BLOCK = 8
 PASSES_BESIDE_PREFILL = 1
 """While prompts are being consumed, the slots that decode get one pass after every piece."""
@@ -64,6 +72,7 @@ class EngineStatistics:
         cancelled: of these, ended by their clients.
         failed: of these, ended by an error.
         prompt_tokens: consumed.
+        cached_tokens: of prompts, those that were remembered and did not have to be consumed.
         generated_tokens: drawn.
         compiled_programs: how many the engine has compiled; it stays as it is after the warm-up.
     """
@@ -76,6 +85,7 @@ class EngineStatistics:
     cancelled: int
     failed: int
     prompt_tokens: int
+    cached_tokens: int
     generated_tokens: int
     compiled_programs: int
 
@@ -169,15 +179,19 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="qwen35-engine", daemon=True)
         self._thread.start()
 
-    def submit(self, request: Request) -> AnswerStream:
+    def submit(self, request: Request, *, notify: Callable[[], None] = lambda: None) -> AnswerStream:
         """Takes on a request, to be run as soon as a slot is free.
+
+        Args:
+            request: what to continue, and how.
+            notify: called from the engine's thread whenever the stream has something new. It must not block.
 
         Raises:
             PromptError: the prompt or a setting cannot be run, or does not fit into a slot.
             QueueFullError: too many requests wait already.
             RuntimeError: the engine is closed, or broke.
         """
-        ticket = self._ticket(request)
+        ticket = self._ticket(request, notify)
         with self._changed:
             if self._broken is not None:
                 raise RuntimeError("the engine broke and takes no more requests") from self._broken
@@ -223,7 +237,7 @@ class Engine:
     def __exit__(self, kind: object, *_: object) -> None:
         self.close(finish=kind is None)
 
-    def _ticket(self, request: Request) -> _Ticket:
+    def _ticket(self, request: Request, notify: Callable[[], None] = lambda: None) -> _Ticket:
         prompt, settings = check_prompt(
             "the prompt",
             request.prompt,
@@ -238,7 +252,7 @@ class Engine:
             raise PromptError("stop strings need a tokenizer, and this engine was made without one")
         if len(request.stop_ids) > STOP_ID_SLOTS:
             raise PromptError(f"{len(request.stop_ids)} stop ids, expected at most {STOP_ID_SLOTS}")
-        stream = AnswerStream(-1, self._wake)
+        stream = AnswerStream(-1, self._wake, notify)
         seed = secrets.randbits(32) if settings.seed is None else settings.seed
         stop_ids = () if settings.ignore_eos else request.stop_ids
         answer = Answer(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import queue
 import threading
 from collections.abc import Callable, Iterator
 
+from qwen35_jax.inference.constraint import Constraint
 from qwen35_jax.inference.results import Generation, TokenEvent
 from qwen35_jax.inference.settings import GenerationSettings
 
@@ -19,11 +21,13 @@ class Request:
         prompt: token ids, at least one.
         settings: how to continue it.
         stop_ids: ids that end the answer, 8 at most.
+        constraint: what the answer has to look like, see `Constraint`; it serves one request.
     """
 
     prompt: tuple[int, ...]
     settings: GenerationSettings = dataclasses.field(default_factory=GenerationSettings)
     stop_ids: tuple[int, ...] = ()
+    constraint: Constraint | None = None
 
 
 class AnswerStream:
@@ -36,8 +40,9 @@ class AnswerStream:
         number: of the request, counted from 0.
     """
 
-    def __init__(self, number: int, wake: Callable[[], None]):
+    def __init__(self, number: int, wake: Callable[[], None], notify: Callable[[], None] = lambda: None):
         self.number = number
+        self._notify = notify
         self._wake = wake
         self._events: queue.SimpleQueue[TokenEvent | None] = queue.SimpleQueue()
         self._finished = threading.Event()
@@ -55,6 +60,17 @@ class AnswerStream:
             yield event
         if isinstance(self._outcome, BaseException):
             raise self._outcome
+
+    def poll(self) -> list[TokenEvent]:
+        """The events that have come since the last call, without waiting; for a reader with a loop of its own.
+
+        The last event has a finish reason. Errors are told by `result`, once the stream is `finished`.
+        """
+        events = []
+        with contextlib.suppress(queue.Empty):
+            while (event := self._events.get_nowait()) is not None:
+                events.append(event)
+        return events
 
     def result(self, timeout: float | None = None) -> Generation:
         """Waits for the whole answer. A cancelled request gives what it had drawn.
@@ -93,9 +109,11 @@ class AnswerStream:
     def put(self, event: TokenEvent) -> None:
         """For the engine: passes an event on."""
         self._events.put(event)
+        self._notify()
 
     def finish(self, outcome: Generation | BaseException) -> None:
         """For the engine: ends the stream."""
         self._outcome = outcome
         self._finished.set()
         self._events.put(None)
+        self._notify()
