@@ -31,6 +31,7 @@ COMMANDS = {
     "export": "write a checkpoint in Hugging Face layout",
     "spec": "print a model's graph, tensor shapes and parameter counts",
     "verify": "compare a model with transformers, node by node",
+    "eval": "measure how well a model predicts a text",
 }
 
 USAGE_ERROR = 2
@@ -45,7 +46,7 @@ class _OneLineParser(argparse.ArgumentParser):
         self.exit(USAGE_ERROR, f"qwen35: error: {message} (see `{self.prog} --help`)\n")
 
 
-WRITES_NOTHING = ("generate", "spec", "verify")
+WRITES_NOTHING = ("generate", "spec", "verify", "eval")
 
 
 def program() -> NoReturn:
