@@ -27,6 +27,7 @@ from qwen35_jax.errors import Qwen35Error
 COMMANDS = {
     "generate": "continue a prompt",
     "chat": "talk to a model in the terminal",
+    "serve": "answer requests of the OpenAI API over HTTP",
     "convert": "turn a Hugging Face checkpoint into an Orbax one",
     "export": "write a checkpoint in Hugging Face layout",
     "spec": "print a model's graph, tensor shapes and parameter counts",
@@ -46,7 +47,7 @@ class _OneLineParser(argparse.ArgumentParser):
         self.exit(USAGE_ERROR, f"qwen35: error: {message} (see `{self.prog} --help`)\n")
 
 
-WRITES_NOTHING = ("generate", "spec", "verify", "eval")
+WRITES_NOTHING = ("generate", "serve", "spec", "verify", "eval")
 
 
 def program() -> NoReturn:

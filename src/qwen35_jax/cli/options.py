@@ -75,13 +75,7 @@ def add_generation_options(parser: argparse.ArgumentParser, *, default_new_token
         "--presence-penalty", type=float, metavar="X", help="subtracted from logits of tokens in the answer"
     )
     sampling.add_argument("--seed", type=int, metavar="N", help="repeat the same draws")
-    parser.add_argument(
-        "--speculate",
-        type=int,
-        metavar="N",
-        help="let the checkpoint's multi-token-prediction head draft N tokens (1 to 4) for each pass of the model: "
-        "the same answer in fewer passes",
-    )
+    add_speculation_option(parser)
     ending = parser.add_argument_group("ending")
     ending.add_argument(
         "--stop",
@@ -91,6 +85,17 @@ def add_generation_options(parser: argparse.ArgumentParser, *, default_new_token
         help="end before this text; may be given several times",
     )
     ending.add_argument("--ignore-eos", action="store_true", help="go on after stop tokens, to the length")
+
+
+def add_speculation_option(parser: argparse._ActionsContainer) -> None:
+    """Adds `--speculate`, which `speculation` reads, to a command or a group of its options."""
+    parser.add_argument(
+        "--speculate",
+        type=int,
+        metavar="N",
+        help="let the checkpoint's multi-token-prediction head draft N tokens (1 to 4) for each pass of the model: "
+        "the same answer in fewer passes",
+    )
 
 
 def generation_settings(args: argparse.Namespace, folder: Path) -> GenerationSettings:

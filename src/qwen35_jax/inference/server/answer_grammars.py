@@ -1,0 +1,91 @@
+"""What `response_format` and `tool_choice` make of an answer: the grammar that it keeps to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from qwen35_jax.inference.constraint import Constraint
+from qwen35_jax.inference.grammars.compiler import GrammarCompiler
+from qwen35_jax.inference.grammars.errors import GrammarError
+from qwen35_jax.inference.server.api_error import ApiError, field_error
+from qwen35_jax.inference.server.fields import Fields
+from qwen35_jax.inference.server.tool_choice import ToolChoice
+
+FORMATS = ("text", "json_object", "json_schema")
+
+
+class AnswerGrammars:
+    """Makes the constraints of chats.
+
+    Args:
+        compiler: for the model's vocabulary, and the ids that end an answer in a chat.
+    """
+
+    def __init__(self, compiler: GrammarCompiler):
+        self._compiler = compiler
+
+    def constraints(
+        self, response_format: Fields | None, choice: ToolChoice, *, in_thought: bool
+    ) -> Callable[[], Constraint | None]:
+        """What makes a constraint for each answer to a request.
+
+        Args:
+            response_format: of the request.
+            choice: of tools.
+            in_thought: whether the answers begin inside the thoughts, which are free.
+
+        Raises:
+            ApiError: the format or a tool's schema cannot be kept to.
+        """
+        make = self._format(response_format)
+        field = "response_format"
+        if make is not None and choice.tools:
+            raise field_error(
+                "response_format",
+                "is given with tools: an answer is JSON or calls tools; leave one of them out, "
+                "or say with tool_choice 'none' which it is",
+            )
+        if choice.mode == "required":
+            field = "tools"
+            make = self._calls(choice)
+        if make is None:
+            return lambda: None
+        make = self._told(field, make)
+        return self._after_thought(make) if in_thought else make
+
+    def _format(self, response_format: Fields | None) -> Callable[[], Constraint] | None:
+        if response_format is None:
+            return None
+        kind = response_format.choice("type", FORMATS)
+        if kind is None:
+            raise field_error("response_format.type", f"is missing, expected one of {', '.join(FORMATS)}")
+        if kind == "json_schema":
+            described = response_format.inner("json_schema")
+            if described is None:
+                raise field_error("response_format.json_schema", "is missing")
+            for told in ("name", "description"):
+                described.text(told)
+            described.boolean("strict")  # every schema is kept to, strictly
+            schema = described.mapping("schema")
+            if schema is None:
+                raise field_error("response_format.json_schema.schema", "is missing, expected a JSON schema")
+            described.refuse_unread()
+            response_format.refuse_unread()
+            return lambda: self._compiler.json_schema(schema)
+        response_format.refuse_unread()
+        return self._compiler.json_object if kind == "json_object" else None
+
+    def _calls(self, choice: ToolChoice) -> Callable[[], Constraint]:
+        return lambda: self._compiler.tool_calls(choice.tools, parallel=choice.parallel)
+
+    def _told(self, field: str, make: Callable[[], Constraint]) -> Callable[[], Constraint]:
+        def made() -> Constraint:
+            try:
+                return make()
+            except GrammarError as error:
+                raise ApiError(f"{field}: {error}", param=field, code="invalid_value") from error
+
+        return made
+
+    def _after_thought(self, make: Callable[[], Constraint]) -> Callable[[], Constraint]:
+        return lambda: self._compiler.after_thought(make())

@@ -1,0 +1,122 @@
+"""The server as a process: its address, its signals, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import signal
+import socket
+from collections.abc import Callable, Iterator
+
+import uvicorn
+from starlette.applications import Starlette
+
+from qwen35_jax.errors import PromptError
+from qwen35_jax.inference.engine import Engine
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+LAST_WORDS_SECONDS = 5.0
+"""For clients to be told that their requests were cancelled, before their connections are cut."""
+
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    """A socket at an address, which from here on is nobody else's. It does not listen yet.
+
+    Args:
+        host: a name or an address of this machine.
+        port: 0 takes any that is free.
+
+    Raises:
+        PromptError: there is no such host, or the port is taken or not for this user.
+    """
+    if not 0 <= port < 2**16:
+        raise PromptError(f"--port is {port}, expected 0 to {2**16 - 1}; 0 takes any that is free")
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise PromptError(f"--host is {host!r}, which is no host that is known here: {error}") from error
+    family, kind, protocol, _, address = found[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise PromptError(
+            f"cannot serve at {host} port {port}: {error.strerror}; choose another --port"
+        ) from error
+    return listener
+
+
+def address_of(listener: socket.socket) -> str:
+    """As a browser takes it."""
+    host, port = listener.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def is_local(listener: socket.socket) -> bool:
+    """Whether only this machine can reach it."""
+    return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
+
+
+def serve(app: Starlette, engine: Engine, listener: socket.socket, on_ready: Callable[[], None]) -> None:
+    """Answers requests until the process gets a signal, then finishes what runs. A second signal cancels it.
+
+    Args:
+        app: from `create_app`.
+        engine: of the app; closed only where its requests are cancelled.
+        listener: from `bound_socket`.
+        on_ready: called once requests are answered.
+    """
+    config = uvicorn.Config(
+        app,
+        http="h11",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+    )
+    _Server(config, engine, on_ready).run(sockets=[listener])
+
+
+class _Server(uvicorn.Server):
+    """Uvicorn's server, with our way to end."""
+
+    def __init__(self, config: uvicorn.Config, engine: Engine, on_ready: Callable[[], None]):
+        super().__init__(config)
+        self._cancelled = False
+        self._engine = engine
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_ready()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Uvicorn's own raises the signal again at the end, so that the process would never exit with 0."""
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            loop.add_signal_handler(number, self._on_signal)
+        try:
+            yield
+        finally:
+            for number in SIGNALS:
+                loop.remove_signal_handler(number)
+
+    def _on_signal(self) -> None:
+        if not self.should_exit:
+            self.should_exit = True
+            return
+        if self._cancelled:
+            self.force_exit = True
+            return
+        self._cancelled = True
+        loop = asyncio.get_running_loop()
+        loop.run_in_executor(None, lambda: self._engine.close(finish=False))
+        loop.call_later(LAST_WORDS_SECONDS, self._leave)
+
+    def _leave(self) -> None:
+        self.force_exit = True

@@ -1,0 +1,69 @@
+"""Which tools an answer may or must call, from the fields of a request."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from qwen35_jax.inference.chat.messages import checked_tools, tool_schemas
+from qwen35_jax.inference.server.api_error import field_error, shown
+from qwen35_jax.inference.server.fields import Fields
+
+MOST_TOOLS = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolChoice:
+    """Which tools an answer may or must call.
+
+    Attributes:
+        mode: of calls, `none`, `auto` or `required`.
+        tools: that may be called. The model is told of no others, and of none with `none`.
+        parallel: whether several calls may be made.
+    """
+
+    mode: Literal["none", "auto", "required"]
+    tools: tuple[Mapping[str, Any], ...]
+    parallel: bool
+
+
+def read_tool_choice(fields: Fields) -> ToolChoice:
+    """`tools`, `tool_choice` and `parallel_tool_calls`.
+
+    Raises:
+        ApiError: a field cannot be taken.
+        MessageError: a tool is malformed.
+    """
+    tools = checked_tools(fields.items("tools") or [])
+    if len(tools) > MOST_TOOLS:
+        raise field_error("tools", f"holds {len(tools)} tools, expected at most {MOST_TOOLS}")
+    parallel = fields.boolean("parallel_tool_calls", True)
+    value = fields.value("tool_choice")
+    if isinstance(value, dict):
+        # Naming one tool is the same as declaring no other and requiring a call.
+        name = _chosen_name(value)
+        chosen = tuple(tool for tool in tools if name in tool_schemas([tool]))
+        if not chosen:
+            raise field_error("tool_choice", f"names {shown(name)}, which is none of the tools")
+        return ToolChoice("required", chosen, parallel)
+    if value == "none":
+        return ToolChoice("none", (), parallel)
+    if value == "required":
+        if not tools:
+            raise field_error("tool_choice", "is 'required', and there are no tools")
+        return ToolChoice("required", tuple(tools), parallel)
+    if value not in (None, "auto"):
+        raise field_error("tool_choice", f"is {shown(value)}, expected none, auto, required or a function")
+    return ToolChoice("auto", tuple(tools), parallel)
+
+
+def _chosen_name(choice: dict[str, Any]) -> str:
+    expected = "expected {'type': 'function', 'function': {'name': ...}}"
+    if choice.get("type") != "function":
+        raise field_error("tool_choice.type", f"is {shown(choice.get('type'))}, {expected}")
+    function = choice.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise field_error("tool_choice.function", f"is {shown(function)}, {expected}")
+    return name
