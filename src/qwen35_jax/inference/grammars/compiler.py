@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from qwen35_jax.inference.constraint import Constraint
-from qwen35_jax.inference.grammars.errors import GrammarError
+from qwen35_jax.inference.grammars.errors import GrammarError, reason
 from qwen35_jax.inference.grammars.tool_calls import tool_call_grammar
 from qwen35_jax.inference.grammars.vocabulary import Vocabulary
-from qwen35_jax.inference.grammars.walk import AfterThought, GrammarWalk, as_bits, reason
+from qwen35_jax.inference.grammars.walk import AfterThought, GrammarWalk, as_bits
 from qwen35_jax.inference.tokenizer import Tokenizer
 
 # A space, or a line break and an indentation, between the parts of a JSON text: room for texts printed either way,
@@ -110,5 +110,5 @@ class GrammarCompiler:
     def _walk(self, grammar: str, complaint: str) -> GrammarWalk:
         matcher = self._llguidance.LLMatcher(self._vocabulary, grammar, log_level=0, limits=self._limits)
         if matcher.is_error():
-            raise GrammarError(f"{complaint}: {reason(matcher)}")
+            raise GrammarError(f"{complaint}: {reason(matcher.get_error())}")
         return GrammarWalk(matcher, self._stop_id, self._stop_ids)

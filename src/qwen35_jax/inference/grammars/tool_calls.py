@@ -17,13 +17,16 @@ alternative.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from qwen35_jax.inference.chat.messages import tool_schemas
 from qwen35_jax.inference.chat.tool_call import ToolCall, ToolCallReader
-from qwen35_jax.inference.grammars.errors import GrammarError
+from qwen35_jax.inference.grammars.errors import GrammarError, reason
 
+MOST_TOOLS = 128
+"""That one grammar may choose from; it is what the OpenAI API takes, and takes half a second to compile."""
 MOST_PARAMETERS = 64
 """Of one tool: which ones a call has given is remembered in the bits of one word."""
 
@@ -38,6 +41,7 @@ _CLOSING_TAG = '"\\n</parameter>"'
 # Without white space to skip, these grammars and the one around them are walked as one.
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 _SPELLINGS = {"boolean": ("true", "false", "True", "False"), "null": ("null", "None")}
+_ENDING_ANCHOR = re.compile(r"(?<!\\)(?:\\\\)*\$\Z")
 _STRING_KEYWORDS = ("minLength", "maxLength", "pattern")
 
 
@@ -54,6 +58,8 @@ def tool_call_grammar(
     if not schemas:
         raise GrammarError("no tool is declared, so none can be called")
     called = [name] if name is not None else list(schemas)
+    if len(called) > MOST_TOOLS:
+        raise GrammarError(f"{len(called)} tools are declared, and calls can be held to {MOST_TOOLS} at most")
     functions = " | ".join(f"function_{index}" for index in range(len(called)))
     rules = [
         'start: call ("\\n" call)*' if parallel else "start: call",
@@ -96,25 +102,29 @@ def _value_rules(
 ) -> Iterator[str]:
     """The rules of a value and its closing tag, the whole under the name `rule`."""
     alternatives = []
+    texts: list[str] = []
     for index, kind in enumerate(_kinds(schema, root, where)):
         part = f"{rule}_{index}"
         if "const" in kind:
-            texts = _spelled(kind["const"])
-            for text in texts:
-                _check_writable(f"a value listed for {where}", ToolCall("f", {"p": text}))
-            alternatives += [f"{_literal(text)} {_CLOSING_TAG}" for text in texts]
+            texts += _spelled(kind["const"])
         elif kind["type"] == "string":
             if not any(keyword in kind for keyword in _STRING_KEYWORDS):
                 yield f"{rule}: text"
                 return
             alternatives.append(part)
-            yield f"{part.upper()}: ({_string_terminal(kind)}) {_CLOSING_TAG}"
+            yield f"{part.upper()}: ({_string_terminal(kind, where)}) {_CLOSING_TAG}"
             yield f"{part}[lazy]: {part.upper()}"
-        elif kind["type"] in _SPELLINGS:
-            alternatives += [f'"{text}" {_CLOSING_TAG}' for text in _SPELLINGS[kind["type"]]]
+        elif isinstance(kind["type"], str) and kind["type"] in _SPELLINGS:
+            texts += _SPELLINGS[kind["type"]]
         else:
             alternatives.append(f"{part} {_CLOSING_TAG}")
-            yield f"{part}: %json {_json_schema(kind, root, strict=strict)}"
+            yield f"{part}: %json {_json_schema(kind, root, where, strict=strict)}"
+    if texts:
+        for text in texts:
+            if "<" in text:
+                _check_writable(f"a value listed for {where}", ToolCall("f", {"p": text}))
+        alternatives.append(rule.upper())
+        yield f"{rule.upper()}: ({' | '.join(map(_literal, texts))}) {_CLOSING_TAG}"
     if not alternatives:
         raise GrammarError(f"{where} has no value that it may be")
     yield f"{rule}: " + "\n | ".join(alternatives)
@@ -160,12 +170,16 @@ def _kinds(
             yield {**schema, "type": sorted(types)}
 
 
-def _json_schema(kind: Mapping[str, Any], root: Mapping[str, Any], *, strict: bool) -> str:
+def _json_schema(kind: Mapping[str, Any], root: Mapping[str, Any], where: str, *, strict: bool) -> str:
     """A schema as a text of its own: what it refers to goes with it."""
+    import llguidance
+
     schema: dict[str, Any] = {**_moved(kind), "x-guidance": {**_ONE_LINE, "lenient": not strict}}
     if '"$ref"' in json.dumps(schema):
         schema["$defs"] = {"tool": {key: _moved(value) for key, value in root.items() if key != "$id"}}
-    return json.dumps(schema, allow_nan=False)
+    text = json.dumps(schema)
+    _check_grammar(where, llguidance.LLMatcher.grammar_from_json_schema(text))
+    return text
 
 
 def _moved(schema: Any) -> Any:
@@ -181,21 +195,25 @@ def _moved(schema: Any) -> Any:
     return moved
 
 
-def _string_terminal(schema: Mapping[str, Any]) -> str:
+def _string_terminal(schema: Mapping[str, Any], where: str) -> str:
     """The terminal of a string that is held to a length or a pattern."""
     import llguidance
 
+    keywords = {key: schema[key] for key in _STRING_KEYWORDS if key in schema}
+    _check_grammar(
+        where, llguidance.LLMatcher.grammar_from_json_schema(json.dumps({"type": "string", **keywords}))
+    )
     terminal = "ONE_VALUE"
-    shortest, longest = schema.get("minLength", 0), schema.get("maxLength", "")
-    if shortest or longest != "":
-        terminal += f" & /(?s:.{{{shortest},{longest}}})/"
-    pattern = schema.get("pattern")
-    if isinstance(pattern, str):
-        # A pattern may match anywhere. Its anchors, which these regular expressions do not have, hold at its ends.
-        body = llguidance.regex_to_lark(pattern.removeprefix("^").removesuffix("$"), "dw")
-        before = "" if pattern.startswith("^") else "(?s:.*)"
-        after = "" if pattern.endswith("$") else "(?s:.*)"
-        terminal += f" & /{before}(?:{body}){after}/"
+    if "minLength" in keywords or "maxLength" in keywords:
+        terminal += f" & /(?s:.{{{keywords.get('minLength', 0)},{keywords.get('maxLength', '')}}})/"
+    if "pattern" in keywords:
+        # A pattern may match anywhere. Anchors, which these expressions do not have, are taken off its ends.
+        pattern = keywords["pattern"]
+        begins = pattern.startswith("^")
+        ends = _ENDING_ANCHOR.search(pattern) is not None
+        body = llguidance.regex_to_lark(pattern[begins : len(pattern) - ends], "dw")
+        _check_grammar(where, llguidance.LLMatcher.grammar_from_regex(body))
+        terminal += f" & /{'' if begins else '(?s:.*)'}(?:{body}){'' if ends else '(?s:.*)'}/"
     return terminal
 
 
@@ -221,6 +239,14 @@ def _check_writable(what: str, call: ToolCall) -> None:
         )
 
 
+def _check_grammar(where: str, grammar: str) -> None:
+    import llguidance
+
+    failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar)
+    if failed:
+        raise GrammarError(f"{where} cannot be held to its schema: {reason(messages[0])}")
+
+
 def _referred(reference: str, root: Mapping[str, Any]) -> Any:
     """The part of the schema that a reference such as `#/$defs/City` names; None if there is none."""
     if reference == "#":
@@ -235,7 +261,7 @@ def _referred(reference: str, root: Mapping[str, Any]) -> Any:
 
 def _literal(text: str) -> str:
     """A text as a terminal."""
-    return json.dumps(text, ensure_ascii=False)
+    return json.dumps(text).replace("\x7f", "\\u007f")
 
 
 def _as_list(value: Any) -> Sequence[Any]:

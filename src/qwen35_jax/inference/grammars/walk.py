@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import UInt32
 
 from qwen35_jax.inference.constraint import Constraint
-from qwen35_jax.inference.grammars.errors import GrammarError
+from qwen35_jax.inference.grammars.errors import GrammarError, reason
 
 if TYPE_CHECKING:
     import llguidance
@@ -70,7 +70,7 @@ class GrammarWalk:
 
     def _check(self, complaint: str) -> None:
         if self._matcher.is_error():
-            raise GrammarError(f"the answer's grammar {complaint}: {reason(self._matcher)}")
+            raise GrammarError(f"the answer's grammar {complaint}: {reason(self._matcher.get_error())}")
 
 
 class AfterThought:
@@ -105,8 +105,3 @@ def as_bits(tokens: tuple[int, ...], rows: int) -> UInt32[np.ndarray, "words"]:
 def is_allowed(bits: UInt32[np.ndarray, "words"], token: int) -> bool:
     """Whether a token is in a set of tokens."""
     return bool(bits[token // 32] >> np.uint32(token % 32) & 1)
-
-
-def reason(matcher: llguidance.LLMatcher) -> str:
-    """Why a matcher has failed, without the state and the grammar that it may tell below."""
-    return matcher.get_error().split("<state>")[0].strip()
