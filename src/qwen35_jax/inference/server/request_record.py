@@ -85,8 +85,8 @@ class Recording:
         self._metrics.record(record.endpoint, record.status, seconds, record.first_token_seconds)
         if record.endpoint in _UNTOLD and record.status < 400:
             return
-        # The path as the client wrote it, which is in ASCII, so that no line ends where a client wants it to.
-        path = scope.get("raw_path", b"").decode("ascii", "backslashreplace")[:200]
+        # Escaped, so that no line ends where a client wants it to.
+        path = ascii((scope.get("raw_path") or scope["path"].encode()).decode("latin-1"))[1:-1][:200]
         print(
             f"{scope['method']} {path} {record.status} {_figures(record, seconds)}",
             file=sys.stderr,

@@ -35,6 +35,15 @@ _NUMBERS = (
     "presence_penalty",
     "frequency_penalty",
 )
+_RANGES = {
+    "temperature": (0, 2),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "repetition_penalty": (0.01, 100),
+}
+"""Those of the API, where it has them. Far beyond, logits would leave the range of floating point numbers."""
+
+_MOST_BIAS = 100
 _MOST_TOKENS = 2**31 - 1
 
 
@@ -97,13 +106,16 @@ def read_settings(fields: Fields, defaults: GenerationSettings, vocabulary_size:
             dataclasses.replace(defaults, **{name: value})
         except PromptError as error:
             raise field_error(name, str(error).removeprefix(name).lstrip()) from error
+        least, most = _RANGES.get(name, (value, value))
+        if not least <= value <= most:
+            raise field_error(name, f"is {value}, expected a number from {least} to {most}")
         given[name] = value
     seed = fields.integer("seed", -(2**63), 2**64 - 1)
     if seed is not None:
         given["seed"] = seed % 2**32
-    least = fields.integer("min_tokens", 0, _MOST_TOKENS)
-    if least is not None:
-        given["min_new_tokens"] = least
+    least_tokens = fields.integer("min_tokens", 0, _MOST_TOKENS)
+    if least_tokens is not None:
+        given["min_new_tokens"] = least_tokens
     return dataclasses.replace(
         defaults,
         **given,
@@ -188,6 +200,10 @@ def _logit_bias(fields: Fields, vocabulary_size: int) -> dict[int, float]:
             )
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise field_error("logit_bias", f"of token {key} is {shown(value)}, expected a number")
+        if not -_MOST_BIAS <= value <= _MOST_BIAS:
+            raise field_error(
+                "logit_bias", f"of token {key} is {shown(value)}, expected -{_MOST_BIAS} to {_MOST_BIAS}"
+            )
         found[int(key)] = value
     try:
         GenerationSettings(logit_bias=found)
