@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         from qwen35_jax.inference.server.app import create_app
-        from qwen35_jax.inference.server.running import address_of, bound_socket, is_local, serve
+        from qwen35_jax.inference.server.running import Server, address_of, bound_socket, is_local
         from qwen35_jax.inference.server.served_model import ServedModel
     except ImportError as error:
         raise PromptError(
@@ -138,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
                 )
 
         with engine:
-            serve(app, engine, listener, tell_address)
+            Server(app, engine, tell_address).run(sockets=[listener])
     return 0
 
 

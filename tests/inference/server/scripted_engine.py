@@ -55,6 +55,17 @@ class ScriptedEngine:
     def running(self) -> int:
         return sum(not stream.finished for stream in self.streams)
 
+    def end_all(self) -> None:
+        """Ends the answers that were held, as if their stop ids came now."""
+        for request, stream in zip(self.requests, self.streams, strict=True):
+            if not stream.finished:
+                stream.finish(self._generation(request, self._drawn, "stop"))
+
+    def close(self, *, finish: bool) -> None:
+        assert not finish
+        for stream in self.streams:
+            stream.cancel()
+
     def statistics(self) -> EngineStatistics:
         return EngineStatistics(
             slots=SLOTS,

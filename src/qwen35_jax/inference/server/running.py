@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import ipaddress
 import signal
 import socket
+import threading
+import time
 from collections.abc import Callable, Iterator
 
 import uvicorn
@@ -60,63 +61,53 @@ def is_local(listener: socket.socket) -> bool:
     return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
 
 
-def serve(app: Starlette, engine: Engine, listener: socket.socket, on_ready: Callable[[], None]) -> None:
-    """Answers requests until the process gets a signal, then finishes what runs. A second signal cancels it.
+class Server(uvicorn.Server):
+    """Answers requests until the process gets a signal, and then finishes what runs. A second signal cancels it.
 
     Args:
         app: from `create_app`.
         engine: of the app; closed only where its requests are cancelled.
-        listener: from `bound_socket`.
         on_ready: called once requests are answered.
     """
-    config = uvicorn.Config(
-        app,
-        http="h11",
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-    )
-    _Server(config, engine, on_ready).run(sockets=[listener])
 
-
-class _Server(uvicorn.Server):
-    """Uvicorn's server, with our way to end."""
-
-    def __init__(self, config: uvicorn.Config, engine: Engine, on_ready: Callable[[], None]):
+    def __init__(self, app: Starlette, engine: Engine, on_ready: Callable[[], None]):
+        config = uvicorn.Config(
+            app, http="h11", ws="none", lifespan="off", log_config=None, access_log=False, server_header=False
+        )
         super().__init__(config)
-        self._cancelled = False
         self._engine = engine
         self._on_ready = on_ready
+        self._cancelling: threading.Thread | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._on_ready()
 
+    def stop(self) -> None:
+        """Takes no more requests and ends once what runs is answered; called again, cancels it. From any thread."""
+        if not self.should_exit:
+            self.should_exit = True
+        elif self._cancelling is None:
+            # In a thread: the engine ends its requests after its next step, and their clients are to be told.
+            self._cancelling = threading.Thread(target=self._cancel, daemon=True)
+            self._cancelling.start()
+        else:
+            self.force_exit = True
+
+    def _cancel(self) -> None:
+        self._engine.close(finish=False)
+        time.sleep(LAST_WORDS_SECONDS)
+        self.force_exit = True
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Uvicorn's own raises the signal again at the end, so that the process would never exit with 0."""
-        loop = asyncio.get_running_loop()
-        for number in SIGNALS:
-            loop.add_signal_handler(number, self._on_signal)
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, lambda *_: self.stop()) for number in SIGNALS}
         try:
             yield
         finally:
-            for number in SIGNALS:
-                loop.remove_signal_handler(number)
-
-    def _on_signal(self) -> None:
-        if not self.should_exit:
-            self.should_exit = True
-            return
-        if self._cancelled:
-            self.force_exit = True
-            return
-        self._cancelled = True
-        loop = asyncio.get_running_loop()
-        loop.run_in_executor(None, lambda: self._engine.close(finish=False))
-        loop.call_later(LAST_WORDS_SECONDS, self._leave)
-
-    def _leave(self) -> None:
-        self.force_exit = True
+            for number, handler in before.items():
+                signal.signal(number, handler)
