@@ -131,9 +131,10 @@ def test_no_logits_of_a_whole_piece_are_held_and_blocks_change_no_score(
 
 
 def test_scored_tokens_are_told_as_they_come(tiny: TinyModel) -> None:
-    told: list[TokenScores] = []
-    found = score(tiny, MIXED, batch=3, on_scored=told.append)
-    assert {id(one) for one in told} == {id(one) for one in found.scores}
+    told: list[tuple[int, TokenScores]] = []
+    found = score(tiny, MIXED, batch=3, on_scored=lambda *news: told.append(news))
+    assert len(told) == len(MIXED)
+    assert all(scores is found.scores[number] for number, scores in told)
 
 
 def test_a_context_may_be_as_long_as_the_models(tiny: TinyModel) -> None:

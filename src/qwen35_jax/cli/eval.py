@@ -115,13 +115,13 @@ def _read(file: str, name: str) -> str:
 
 
 @contextlib.contextmanager
-def _progress(title: str, tokens: int) -> Iterator[Callable[[TokenScores], None]]:
+def _progress(title: str, tokens: int) -> Iterator[Callable[[int, TokenScores], None]]:
     """A bar with the perplexity so far, on a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     if not sys.stderr.isatty():
-        yield lambda scores: None
+        yield lambda window, scores: None
         return
     columns = (
         TextColumn("{task.description}"),
@@ -134,7 +134,7 @@ def _progress(title: str, tokens: int) -> Iterator[Callable[[TokenScores], None]
         task = bar.add_task(title, total=tokens, so_far="compiling")
         nats, scored = 0.0, 0
 
-        def on_scored(scores: TokenScores) -> None:
+        def on_scored(window: int, scores: TokenScores) -> None:
             nonlocal nats, scored
             nats -= scores.total
             scored += len(scores.logprobs)

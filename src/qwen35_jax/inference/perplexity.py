@@ -65,7 +65,7 @@ def perplexity(
     window: int,
     stride: int,
     batch: int = 4,
-    on_scored: Callable[[TokenScores], None] = lambda scores: None,
+    on_scored: Callable[[int, TokenScores], None] = lambda number, scores: None,
 ) -> Perplexity:
     """The perplexity of a text.
 
@@ -81,7 +81,7 @@ def perplexity(
         stride: tokens from the start of a window to that of the next, at most `window`. A smaller one gives the scored
             tokens more context and takes more time.
         batch: windows that run side by side, at most.
-        on_scored: called with the scores of each window as they come.
+        on_scored: called with the number and the scores of each window as they come.
 
     Raises:
         PromptError: too few tokens, bad ids, a window longer than the context, or a stride longer than the window.

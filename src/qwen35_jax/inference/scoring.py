@@ -87,7 +87,7 @@ def score(
     continuations: Iterable[Continuation],
     *,
     batch: int = 8,
-    on_scored: Callable[[TokenScores], None] = lambda scores: None,
+    on_scored: Callable[[int, TokenScores], None] = lambda number, scores: None,
 ) -> ScoringResult:
     """Log-probabilities of tokens after contexts.
 
@@ -95,7 +95,7 @@ def score(
         model: from `qwen35_jax.checkpoint.load`.
         continuations: of any lengths. Scores do not depend on what else is among them.
         batch: rows that run side by side, at most (over a mesh, filled up to what can be cut evenly).
-        on_scored: called with the scores of each continuation as they come, in any order.
+        on_scored: called with the number and the scores of each continuation as they come, in any order.
 
     Raises:
         PromptError: a continuation has no context or no tokens, holds bad ids, or is longer than the model's context.
@@ -206,7 +206,7 @@ def _pieces(items: Sequence[Any], size: int) -> Iterator[list[Any]]:
 class _Run:
     """One call of `score`."""
 
-    def __init__(self, model: RunnableModel, rows: int, on_scored: Callable[[TokenScores], None]):
+    def __init__(self, model: RunnableModel, rows: int, on_scored: Callable[[int, TokenScores], None]):
         self.model = model
         self.placement = Placement.beside(model.parameters)
         self.rows = self.placement.filled_rows(rows)
@@ -251,7 +251,7 @@ class _Run:
                         f"continuation {row.number}: the model's logits hold NaN or infinity; "
                         "look at the weights, or run in float32"
                     )
-                self.on_scored(scores)
+                self.on_scored(row.number, scores)
                 yield row.number, scores
 
     def _read(
