@@ -117,7 +117,12 @@ def test_a_client_that_goes_away_before_its_request_is_read_leaves_nothing_behin
 
 def test_a_body_that_stops_halfway_and_a_client_that_leaves_are_no_failure(running, capsys):
     with socket.create_connection(("127.0.0.1", running.port)) as connection:
-        head = [f"POST {CHAT} HTTP/1.1", "host: localhost", "content-type: application/json", "content-length: 99"]
+        head = [
+            f"POST {CHAT} HTTP/1.1",
+            "host: localhost",
+            "content-type: application/json",
+            "content-length: 99",
+        ]
         connection.sendall("\r\n".join([*head, "", '{"mess']).encode())
     wait_for(lambda: running.metric("qwen35_http_requests_total") >= 1)
     assert running.metric('qwen35_http_requests_total{endpoint="/v1/chat/completions",status="499"}') == 1
