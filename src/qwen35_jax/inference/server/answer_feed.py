@@ -22,6 +22,7 @@ class AnswerFeed:
         self._engine = engine
         self._loop = asyncio.get_running_loop()
         self._news = asyncio.Event()
+        self._notified = False
         self._streams: list[AnswerStream] = []
         self._closed = False
 
@@ -70,6 +71,7 @@ class AnswerFeed:
                 async with asyncio.timeout(patience):
                     await self._news.wait()
             self._news.clear()
+            self._notified = False  # before anything is polled: what comes from here on tells of itself again
             found: list[tuple[int, TokenEvent | Generation]] = []
             for index, stream in list(open_streams.items()):
                 finished = stream.finished  # asked first: then nothing comes after what is polled
@@ -80,6 +82,9 @@ class AnswerFeed:
             yield found
 
     def _notify(self) -> None:
+        if self._notified:
+            return
+        self._notified = True
         # A loop that has ended cannot be told any more, and the engine must not hear of it.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._news.set)

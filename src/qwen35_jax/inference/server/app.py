@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from qwen35_jax.errors import Qwen35Error
 from qwen35_jax.inference.engine import Engine
@@ -69,16 +70,16 @@ def create_app(
     """
     metrics = Metrics(engine)
     endpoints = _Endpoints(engine, served, metrics, max_body_bytes, most_choices)
-    routes: list[Route | Mount] = [
+    routes = [
         _route("/v1/chat/completions", endpoints.chat, "POST"),
         _route("/v1/completions", endpoints.completions, "POST"),
         _route("/v1/models", endpoints.models, "GET"),
         _route("/v1/models/{name:path}", endpoints.model, "GET"),
         _route("/health", endpoints.health, "GET"),
         _route("/metrics", endpoints.metrics, "GET"),
+        _route("/", _page, "GET"),
+        Mount("/page", _recorded("/page", StaticFiles(directory=PAGE))),
     ]
-    if PAGE.is_dir():
-        routes += [_route("/", _page, "GET"), Mount("/page", StaticFiles(directory=PAGE))]
     handlers: dict[Any, Any] = {
         Qwen35Error: endpoints.on_error,
         HTTPException: _on_http_error,
@@ -231,6 +232,14 @@ def _route(path: str, endpoint: Callable[[Request], Awaitable[Response]], method
         return await endpoint(request)
 
     return Route(path, recorded, methods=[method])
+
+
+def _recorded(path: str, app: ASGIApp) -> ASGIApp:
+    async def recorded(scope: Scope, receive: Receive, send: Send) -> None:
+        record_of(scope).endpoint = path
+        await app(scope, receive, send)
+
+    return recorded
 
 
 async def _page(request: Request) -> Response:
