@@ -7,6 +7,7 @@ import re
 import signal
 import socket
 import sys
+import time
 import urllib.request
 
 import pytest
@@ -81,18 +82,27 @@ def test_without_the_extra_it_says_what_to_install(capsys, monkeypatch, package)
     assert "pip install 'qwen35-jax[serve]'" in complaint(capsys, "--port", "0")
 
 
-def test_it_says_where_it_is_finishes_what_runs_and_ends_with_0(tmp_path):
+@pytest.fixture(scope="module")
+def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Variables by which the servers of this file share what they compile."""
+    folder = str(tmp_path_factory.mktemp("programs"))
+    return {"JAX_ENABLE_COMPILATION_CACHE": "true", "XDG_CACHE_HOME": folder}
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_signal_lets_it_finish_what_runs_and_a_second_one_does_not(tmp_path, compiled_once, signals):
     (tmp_path / "key").write_text("sk-x\n")
-    options = ("--slots", "1", "--context", "512", "--prefill-tokens", "16", "--model-name", "house/model")
-    with ServedProcess(*options, "--api-key-file", str(tmp_path / "key")) as server:
+    options = ["--slots", "1", "--context", "2048", "--prefill-tokens", "16", "--model-name", "house/model"]
+    options += ["--api-key-file", str(tmp_path / "key")]
+    with ServedProcess(*options, environment=compiled_once) as server:
         assert re.fullmatch(
-            r"qwen35: house/model is served at http://127\.0\.0\.1:\d+ \(1 slots of 512 tokens, .*",
+            r"qwen35: house/model is served at http://127\.0\.0\.1:\d+ \(1 slots of 2048 tokens, .*",
             server.lines[-1],
         )
         asked = {
             "model": "house/model",
             "prompt": "The",
-            "max_tokens": 500,
+            "max_tokens": 2000,
             "ignore_eos": True,
             "stream": True,
         }
@@ -104,7 +114,13 @@ def test_it_says_where_it_is_finishes_what_runs_and_ends_with_0(tmp_path):
         with urllib.request.urlopen(request, timeout=60) as response:
             response.readline()
             server.process.send_signal(signal.SIGTERM)
+            if signals == 2:
+                time.sleep(0.05)  # two that come at once may be seen as one
+                server.process.send_signal(signal.SIGINT)
             rest = response.read()
-        assert rest.endswith(b"data: [DONE]\n\n") and b'"finish_reason":"length"' in rest
+        assert (b'"finish_reason":"length"' in rest) == (signals == 1)
+        assert (b"shutting down" in rest) == (signals == 2)
+        assert rest.endswith(b"data: [DONE]\n\n")
         assert server.wait() == 0
-        assert server.lines[-1].startswith("POST /v1/completions 200 ")
+        status = 200 if signals == 1 else 503
+        assert server.lines[-1].startswith(f"POST /v1/completions {status} ")

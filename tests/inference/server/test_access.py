@@ -119,7 +119,7 @@ def test_every_request_is_one_line_on_standard_error_whatever_its_path_holds(cli
 def test_the_page_is_there_and_may_load_nothing_from_elsewhere(client):
     page = client.get("/")
     assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
-    assert "default-src 'self'" in page.headers["content-security-policy"]
+    assert "default-src 'none'" in page.headers["content-security-policy"]
     loaded = re.findall(r'(?:src|href)="(/page/[^"]+)"', page.text)
     assert loaded and all(client.get(path).status_code == 200 for path in loaded)
     for path in ("/page/nothing.js", "/page/../app.py", "/page/%2e%2e/app.py"):

@@ -146,11 +146,11 @@ def test_an_answer_of_calls_alone_has_no_content(client, engine):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_without_parallel_calls_the_first_one_ends_the_answer(client, engine, stream):
-    engine.answer, engine.holds = TWO_CALLS, True
+    engine.answer, engine.holds = f"{TWO_CALLS}\n\nThat was it.", True
     fields = {"tools": TOOLS, "parallel_tool_calls": False}
     choice = streamed(client, **fields) if stream else post(client, **fields)["choices"][0]
     assert calls_of(choice["message"]) == [("weather", {"city": "Rome", "days": 2})]
-    assert choice["finish_reason"] == "tool_calls"
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("I look.", "tool_calls")
     assert engine.running == 0
 
 

@@ -21,14 +21,14 @@ class Access:
     Args:
         app: that answers the rest.
         api_key: that requests below `/v1/` have to bring, where there is one.
-        local: whether only this machine can reach the server. It then has to be called by a name of this machine: a
-            web page can have its own name point here, and would be let in as if it were from here.
+        local: whether only this machine can reach the server. Without a key, it then has to be called by a name of
+            this machine: a web page can have its own name point here, and would be let in as if it were from here.
     """
 
     def __init__(self, app: ASGIApp, api_key: str | None, local: bool):
         self._app = app
         self._api_key = api_key
-        self._local = local
+        self._by_local_names = local and api_key is None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = self._objection(scope) if scope["type"] == "http" else None
@@ -39,10 +39,10 @@ class Access:
 
     def _objection(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)
-        if self._local and not _names_this_machine(headers.get("host", "")):
+        if self._by_local_names and not _names_this_machine(headers.get("host", "")):
             return ApiError(
                 "the host of this request is not this machine, and the server is for this machine only: "
-                "call it localhost, or start it with --host",
+                "call it localhost, or start it with --api-key-file",
                 code="unknown_host",
             )
         if self._api_key is None or not scope["path"].startswith(GUARDED):

@@ -42,7 +42,10 @@ from qwen35_jax.inference.server.responses import (
 from qwen35_jax.inference.server.served_model import ServedModel
 
 PAGE = Path(__file__).parent / "page"
-_PAGE_POLICY = {"content-security-policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'"}
+_PAGE_POLICY = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+}
 _FAILED = ApiError("the server failed on this request; its log tells why", status=500, kind="server_error")
 
 Replying = Callable[[Mapping[str, Any], AnswerFeed, RequestRecord], Reply]

@@ -37,7 +37,9 @@ class ChatChoice:
         self._token_texts = token_texts
         self._parser = AnswerParser(request.tools, in_thought=request.in_thought)
         self._thoughts = _ThoughtCounter(in_thought=request.in_thought)
-        self._events: list[AnswerEvent] = []
+        self._events: list[AnswerEvent] = []  # that no stream has told of
+        self._reasoning: list[str] = []
+        self._content: list[str] = []
         self._calls: list[JSON] = []
         self._tells_logprobs = request.top_logprobs is not None
         self._logprobs: list[JSON] = []
@@ -73,13 +75,12 @@ class ChatChoice:
         return pieces
 
     def whole(self) -> JSON:
-        answer = self._parser.answer
-        message: JSON = {"role": "assistant", "content": answer.content, "refusal": None}
-        if answer.reasoning:
-            message["reasoning_content"] = answer.reasoning
+        content = "".join(self._content)
+        message: JSON = {"role": "assistant", "content": content, "refusal": None}
+        if self._reasoning:
+            message["reasoning_content"] = "".join(self._reasoning)
         if self._calls:
-            message["tool_calls"] = self._calls
-            message["content"] = answer.content or None
+            message |= {"content": content or None, "tool_calls": self._calls}
         logprobs = {"content": self._logprobs, "refusal": None} if self._tells_logprobs else None
         return {"index": self._index, "message": message, "logprobs": logprobs, "finish_reason": self._reason}
 
@@ -91,6 +92,8 @@ class ChatChoice:
             if isinstance(event, ToolCall):
                 self._calls.append(_call(event))
                 self.satisfied = self._one_call
+            else:
+                (self._reasoning if isinstance(event, Reasoning) else self._content).append(event.text)
 
     def _deltas(self) -> list[JSON]:
         """The events since the last call, neighbours of one kind together."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 import time
@@ -87,11 +88,12 @@ class Recording:
             return
         # Escaped, so that no line ends where a client wants it to.
         path = ascii((scope.get("raw_path") or scope["path"].encode()).decode("latin-1"))[1:-1][:200]
-        print(
-            f"{scope['method']} {path} {record.status} {_figures(record, seconds)}",
-            file=sys.stderr,
-            flush=True,
-        )
+        with contextlib.suppress(OSError):  # nobody reads standard error any more
+            print(
+                f"{scope['method']} {path} {record.status} {_figures(record, seconds)}",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def _figures(record: RequestRecord, seconds: float) -> str:
