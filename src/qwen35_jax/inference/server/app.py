@@ -31,7 +31,7 @@ from qwen35_jax.inference.server.completion_choice import CompletionChoice
 from qwen35_jax.inference.server.completion_request import read_completion_request
 from qwen35_jax.inference.server.json_body import parse_object, read_body
 from qwen35_jax.inference.server.metrics import CONTENT_TYPE, Metrics
-from qwen35_jax.inference.server.reply import Reply
+from qwen35_jax.inference.server.reply import CHAT, COMPLETION, Reply
 from qwen35_jax.inference.server.request_record import CLIENT_GONE, Recording, RequestRecord, record_of
 from qwen35_jax.inference.server.responses import (
     EventStream,
@@ -176,17 +176,7 @@ class _Endpoints:
         choices: Sequence[Choice] = [
             ChatChoice(index, asked, self._served.token_texts) for index in range(len(asked.requests))
         ]
-        kind = "chat.completion"
-        return Reply(
-            self._served.name,
-            "chatcmpl",
-            kind,
-            f"{kind}.chunk",
-            choices,
-            asked.delivery,
-            feed,
-            record.note_token,
-        )
+        return Reply(CHAT, self._served.name, choices, asked.delivery, feed, record.note_token)
 
     def _begin_completion(self, content: Mapping[str, Any], feed: AnswerFeed, record: RequestRecord) -> Reply:
         self._check_name(content.get("model"))
@@ -196,8 +186,7 @@ class _Endpoints:
             CompletionChoice(index, asked, self._served.token_texts, self._served.tokenizer)
             for index in range(len(asked.requests))
         ]
-        kind = "text_completion"
-        return Reply(self._served.name, "cmpl", kind, kind, choices, asked.delivery, feed, record.note_token)
+        return Reply(COMPLETION, self._served.name, choices, asked.delivery, feed, record.note_token)
 
     def _submit(self, feed: AnswerFeed, requests: Sequence[EngineRequest]) -> None:
         if len(requests) > self._most_choices:

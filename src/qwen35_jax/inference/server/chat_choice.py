@@ -25,7 +25,6 @@ class ChatChoice:
         index: of the choice.
         request: that it answers.
         token_texts: of the vocabulary, for log-probabilities.
-        stop_ids: that end an answer and of which nothing is told.
     """
 
     def __init__(self, index: int, request: ChatRequest, token_texts: TokenTexts):

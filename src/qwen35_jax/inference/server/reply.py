@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -16,14 +17,31 @@ PATIENCE = 15.0
 """Seconds of silence in a stream, after which a sign of life is sent: proxies close connections that seem idle."""
 
 
+@dataclasses.dataclass(frozen=True)
+class ReplyForm:
+    """What the API calls a reply.
+
+    Attributes:
+        id_prefix: that its id begins with.
+        whole: `object` of all of it.
+        piece: `object` of a piece of a stream.
+    """
+
+    id_prefix: str
+    whole: str
+    piece: str
+
+
+CHAT = ReplyForm("chatcmpl", "chat.completion", "chat.completion.chunk")
+COMPLETION = ReplyForm("cmpl", "text_completion", "text_completion")
+
+
 class Reply:
     """The reply to one request.
 
     Args:
+        form: what the API calls it.
         model: name of the model.
-        prefix: that the reply's id begins with.
-        kind: `object` of the whole reply.
-        piece_kind: `object` of a piece of a stream.
         choices: of the reply.
         delivery: how the client wants it.
         feed: with one answer for each choice.
@@ -32,18 +50,19 @@ class Reply:
 
     def __init__(
         self,
+        form: ReplyForm,
         model: str,
-        prefix: str,
-        kind: str,
-        piece_kind: str,
         choices: Sequence[Choice],
         delivery: Delivery,
         feed: AnswerFeed,
         on_token: Callable[[], None],
     ):
-        self._head = {"id": f"{prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
-        self._kind = kind
-        self._piece_kind = piece_kind
+        self._form = form
+        self._head = {
+            "id": f"{form.id_prefix}-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": model,
+        }
         self._choices = choices
         self._delivery = delivery
         self._feed = feed
@@ -65,7 +84,7 @@ class Reply:
         async for _ in self._batches():
             pass
         choices = [choice.whole() for choice in self._choices]
-        return self._head | {"object": self._kind, "choices": choices, "usage": self.usage}
+        return self._head | {"object": self._form.whole, "choices": choices, "usage": self.usage}
 
     async def pieces(self) -> AsyncIterator[JSON | None]:
         """The reply in the pieces of a stream; None where there has been nothing to tell for a while."""
@@ -102,5 +121,5 @@ class Reply:
             self._feed.cancel(index)
 
     def _piece(self, choices: list[JSON]) -> JSON:
-        piece = self._head | {"object": self._piece_kind, "choices": choices}
+        piece = self._head | {"object": self._form.piece, "choices": choices}
         return piece | {"usage": None} if self._delivery.include_usage else piece

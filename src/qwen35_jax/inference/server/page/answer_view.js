@@ -8,9 +8,11 @@ const LATEST_THOUGHT = 120; // characters of the thoughts that show while they a
 export class AnswerView {
   /**
    * @param {HTMLElement} turn a copy of the template `answer-turn`
+   * @param {number} charactersPerToken a guess, until the server tells how many tokens there were
    * @param {() => void} onChange called after what is shown has changed
    */
-  constructor(turn, onChange) {
+  constructor(turn, charactersPerToken, onChange) {
+    this.charactersPerToken = charactersPerToken;
     this.content = "";
     this.reasoning = "";
     this.turn = turn;
@@ -19,7 +21,7 @@ export class AnswerView {
     this.formatted = new FormattedText(this.part("content"));
     this.asked = performance.now();
     this.first = this.last = this.thoughtEnd = null;
-    this.pieces = 0;
+    this.firstCharacters = 0;
     this.usage = null;
     this.drawing = 0;
     turn.classList.add("running");
@@ -36,11 +38,13 @@ export class AnswerView {
     const { content, reasoning_content: reasoning } = choice.delta;
     if (!content && !reasoning) return;
     this.last = performance.now();
-    this.first ??= this.last;
-    this.pieces += 1;
     if (content && this.reasoning) this.thoughtEnd ??= this.last;
     this.reasoning += reasoning ?? "";
     this.content += content ?? "";
+    if (this.first === null) {
+      this.first = this.last;
+      this.firstCharacters = this.characters;
+    }
     this.drawing ||= requestAnimationFrame(() => this.draw());
   }
 
@@ -54,6 +58,9 @@ export class AnswerView {
     this.turn.classList.remove("running");
     this.ended = performance.now();
     this.thoughtEnd ??= this.last;
+    if (this.usage?.completion_tokens && this.characters) {
+      this.charactersPerToken = this.characters / this.usage.completion_tokens;
+    }
     this.draw();
   }
 
@@ -91,31 +98,33 @@ export class AnswerView {
 
   progress() {
     if (this.first === null) return `Waiting for ${inSeconds(performance.now() - this.asked)}`;
-    const rate = perSecond(this.pieces, this.last - this.first);
-    return rate ? `about ${rate}` : "";
+    return `about ${this.speed(this.characters / this.charactersPerToken)}`;
   }
 
   summary() {
     const parts = [this.note];
     if (this.usage) {
       const { prompt_tokens: prompt, completion_tokens: tokens, prompt_tokens_details: details } = this.usage;
-      const rate = this.first === null ? "" : perSecond(tokens, this.last - this.first);
-      parts.push(count(tokens, "token"), rate);
+      parts.push(count(tokens, "token"));
+      if (this.first !== null) parts.push(this.speed(tokens));
       if (details?.cached_tokens) parts.push(`${details.cached_tokens} of ${prompt} prompt tokens cached`);
     } else if (this.first !== null) {
-      const rate = perSecond(this.pieces, this.last - this.first);
-      parts.push(rate && `about ${rate}`);
+      parts.push(this.progress());
     }
     if (this.first !== null) parts.push(`first after ${inSeconds(this.first - this.asked)}`);
     return parts.filter(Boolean).join(" · ");
   }
-}
 
-/** How fast tokens came: the first one is where the clock starts, so it is not counted. */
-function perSecond(tokens, duration) {
-  if (tokens < 2 || duration <= 0) return "";
-  const rate = ((tokens - 1) / duration) * SECOND;
-  return `${rate.toFixed(rate < 10 ? 1 : 0)} tokens/s`;
+  /** How fast tokens come once the prompt has been read; of an answer that came in one piece, that with the prompt. */
+  speed(tokens) {
+    const later = tokens * (1 - this.firstCharacters / this.characters);
+    const rate = this.last > this.first && later ? later / (this.last - this.first) : tokens / (this.last - this.asked);
+    return `${(rate * SECOND).toFixed(rate * SECOND < 10 ? 1 : 0)} tokens/s`;
+  }
+
+  get characters() {
+    return this.reasoning.length + this.content.length;
+  }
 }
 
 function inSeconds(duration) {

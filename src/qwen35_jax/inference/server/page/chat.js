@@ -12,10 +12,11 @@ const page = Object.fromEntries(
 );
 let messages = []; // of the conversation, as the API has them
 let running = null; // what stops the answer that is coming
+let charactersPerToken = 4; // of the last answer; before there is one, of English
 
 async function answer() {
   const turn = newTurn("answer-turn");
-  const view = new AnswerView(turn, follow(turn));
+  const view = new AnswerView(turn, charactersPerToken, follow(turn));
   scrollToEnd();
   const stopping = new AbortController();
   const asked = messages;
@@ -35,6 +36,7 @@ async function answer() {
   } finally {
     if (running === stopping) finish();
   }
+  charactersPerToken = view.charactersPerToken;
   if (messages !== asked) return; // a new chat has begun
   if (view.content) messages.push({ role: "assistant", content: view.content });
   offer(turn, view);
