@@ -24,7 +24,7 @@ QUIET = [
     "--disable-sync",
     "--no-first-run",
 ]
-PATIENCE = 10_000  # milliseconds
+PATIENCE = 30_000  # milliseconds
 
 collect_ignore_glob = [] if importlib.util.find_spec("playwright") else ["test_*.py"]
 

@@ -109,4 +109,4 @@ def test_no_text_keeps_the_page_busy(page: Page, text: str) -> None:
         new FormattedText(document.createElement("div")).show(text);
         return (performance.now() - start) / 1000;
     }"""
-    assert page.evaluate(seconds, text) < 1
+    assert page.evaluate(seconds, text) < 5
