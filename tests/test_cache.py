@@ -12,6 +12,7 @@ import pytest
 from qwen35_jax.cache import AttentionCache, Cache, init_cache
 from qwen35_jax.errors import CapacityError, ConfigError, PromptError
 from qwen35_jax.model import decode_step, prefill
+from qwen35_jax.ops.moving import from_storage, storage_dtype
 from tests.small_text_model import (
     CAPACITY,
     FULL,
@@ -47,8 +48,9 @@ def test_b23_a_new_cache_holds_states_in_float32_or_wider_and_the_rest_in_the_co
         assert (layer.window_q.shape, layer.window_q.dtype) == ((5, 7, 3, 2, 16), dtype)
         assert (layer.window_k.shape, layer.window_k.dtype) == ((5, 7, 3, 2, 16), dtype)
         assert (layer.window_v.shape, layer.window_v.dtype) == ((5, 7, 3, 4, 12), dtype)
-    assert (attention.key.shape, attention.key.dtype) == ((5, 7, 11, 2, 32), dtype)
-    assert (attention.value.shape, attention.value.dtype) == ((5, 7, 11, 2, 32), dtype)
+    for kept in (attention.key, attention.value):
+        assert (kept.shape, kept.dtype) == ((5, 7, 11, 2, 32), storage_dtype(dtype))
+        assert from_storage(kept).dtype == dtype
     assert cache.lengths.tolist() == [0] * 7
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(cache))
 

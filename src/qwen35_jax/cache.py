@@ -14,14 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt16
 
 from qwen35_jax.config import TextConfig
 from qwen35_jax.errors import CapacityError, ConfigError
 from qwen35_jax.layer_groups import layer_groups
 from qwen35_jax.ops.causal_conv import next_window
 from qwen35_jax.ops.gated_delta_rule import gated_delta_rule
-from qwen35_jax.ops.moving import as_bits
+from qwen35_jax.ops.moving import storage_dtype, to_storage
 
 
 @jax.tree_util.register_dataclass
@@ -45,10 +45,13 @@ class DeltaNetCache:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AttentionCache:
-    """Keys (normed and rotated) and values of one attention layer, a slot per consumed token."""
+    """Keys (normed and rotated) and values of one attention layer, a slot per consumed token.
 
-    key: Float[Array, "*repeats batch capacity kv_heads head_dim"]
-    value: Float[Array, "*repeats batch capacity kv_heads head_dim"]
+    On a CPU, bfloat16 ones are kept as their bits: `ops.moving.from_storage` reads them.
+    """
+
+    key: Float[Array, "*repeats batch capacity kv_heads head_dim"] | UInt16[Array, "..."]
+    value: Float[Array, "*repeats batch capacity kv_heads head_dim"] | UInt16[Array, "..."]
 
 
 LayerCache = DeltaNetCache | AttentionCache
@@ -110,11 +113,14 @@ class Cache:
             `repeats` axis.
         lengths: tokens consumed by each row; padding does not count.
         capacity: tokens that each row has room for.
+        first_row: given, the attention layers' arrays hold more rows than the rest of the cache, whose own begin at
+            this one. So a few rows of a large cache are worked on without a copy of all their keys and values.
     """
 
     groups: tuple[tuple[LayerCache, ...], ...]
     lengths: Int[Array, " batch"]
     capacity: int = dataclasses.field(metadata={"static": True})
+    first_row: Int[Array, ""] | None = None
 
     def check_room(self, new_tokens: Int[Array, " batch"] | int) -> None:
         """Raises `CapacityError` where a row has no room for that many more tokens.
@@ -145,14 +151,10 @@ class Cache:
         """
         order = jnp.cumsum(real, axis=1) - 1
         slots = jnp.where(real, self.lengths[:, None] + order, self.capacity)
-        rows = jnp.arange(real.shape[0])[:, None]
-
-        @as_bits
-        def put(stacked: Array, new: Array) -> Array:
-            return stacked.at[:, rows, slots].set(new, mode="drop")
+        rows = jnp.arange(real.shape[0])[:, None] + (0 if self.first_row is None else self.first_row)
 
         def write(stacked: Array, new: Array) -> Array:
-            return put(stacked, new.astype(stacked.dtype))
+            return stacked.at[:, rows, slots].set(to_storage(new, stacked.dtype), mode="drop")
 
         def next_layer(old: LayerCache, update: LayerUpdate) -> LayerCache:
             if isinstance(old, AttentionCache):
@@ -233,4 +235,5 @@ def _empty_attention(
     config: TextConfig, repeats: int, batch: int, capacity: int, dtype: DTypeLike
 ) -> AttentionCache:
     shape = (repeats, batch, capacity, config.num_key_value_heads, config.head_dim)
-    return AttentionCache(key=jnp.zeros(shape, dtype), value=jnp.zeros(shape, dtype))
+    kept_as = storage_dtype(dtype)
+    return AttentionCache(key=jnp.zeros(shape, kept_as), value=jnp.zeros(shape, kept_as))

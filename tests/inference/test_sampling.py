@@ -166,11 +166,11 @@ def test_draws_are_the_same_with_64_bit_types_on() -> None:
 def test_penalties_change_the_tokens_they_are_for() -> None:
     logits = jnp.array([[2.0, -2.0, 2.0, -2.0, 1.0]])
     seen = jnp.array([[True, True, False, False, True]])
-    generated = jnp.array([[False, False, False, False, True]])
-    row = GenerationSettings(repetition_penalty=2.0, presence_penalty=0.25)
-    result = penalize(logits, sampling([row]), seen=seen, generated=generated)
-    assert result.tolist() == [[1.0, -4.0, 2.0, -2.0, 0.25]]
-    unchanged = penalize(logits, sampling([GenerationSettings()]), seen=seen, generated=generated)
+    counts = jnp.array([[0, 0, 0, 1, 3]])
+    row = GenerationSettings(repetition_penalty=2.0, presence_penalty=0.25, frequency_penalty=0.5)
+    result = penalize(logits, sampling([row]), seen=seen, counts=counts)
+    assert result.tolist() == [[1.0, -4.0, 2.0, -2.75, 0.5 - 0.25 - 1.5]]
+    unchanged = penalize(logits, sampling([GenerationSettings()]), seen=seen, counts=counts)
     assert unchanged.tolist() == logits.tolist()
 
 

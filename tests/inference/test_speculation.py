@@ -12,8 +12,8 @@ from scipy import stats
 
 from qwen35_jax.errors import PromptError
 from qwen35_jax.inference.generation import generate
-from qwen35_jax.inference.rows import Limits, Rows
-from qwen35_jax.inference.sampling import Sampling, draw, truncate
+from qwen35_jax.inference.rows import Limits, Rows, fresh_rows, limits_of
+from qwen35_jax.inference.sampling import Sampling, draw, stack_settings, truncate
 from qwen35_jax.inference.settings import GenerationSettings
 from qwen35_jax.inference.speculation import Speculation, _draw_while_guesses_hold
 from qwen35_jax.model import abstract_model
@@ -112,34 +112,29 @@ DRAWS = 20_000
 
 
 def rows_of(count: int, **fields: float) -> tuple[Rows, Sampling, Limits]:
-    """Rows that differ in their seeds, over a vocabulary of three."""
-    defaults = {
-        "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0,
-        "presence_penalty": 0.0,
-    }  # fmt: skip
-    chosen = {name: jnp.full(count, value) for name, value in (defaults | fields).items()}
-    sampling = Sampling(
-        **chosen | {"top_k": chosen["top_k"].astype(jnp.int32)}, seed=jnp.arange(count, dtype=jnp.uint32)
-    )
-    seen = jnp.zeros((count, 3), bool).at[:, 0].set(True)
-    rows = Rows(jnp.zeros(count, jnp.int32), jnp.full(count, 5), jnp.ones(count, bool), seen, seen)
-    limits = Limits(
-        stop_ids=jnp.full((count, 1), -1),
-        min_new_tokens=jnp.zeros(count, jnp.int32),
-        max_new_tokens=jnp.full(count, 99),
-        vocabulary_size=jnp.int32(3),
-        pad_id=jnp.int32(0),
-    )
-    return rows, sampling, limits
+    """Rows that differ in their seeds, over a vocabulary of three; the first token stands in the answer already."""
+    settings = [GenerationSettings(**{"temperature": 1.0} | fields)] * count
+    rows = fresh_rows([[0]] * count, 3, active=[True] * count)
+    rows = rows._replace(step=jnp.full(count, 5), counts=rows.seen.astype(jnp.int32))
+    limits = limits_of(settings, [()] * count, vocab_size=3, drawable=3, pad_id=0)
+    return rows, stack_settings(settings, range(count)), limits
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"temperature": 0.7}, {"top_k": 2}, {"top_p": 0.75}, {"presence_penalty": 0.6}]
+    "fields",
+    [
+        {},
+        {"temperature": 0.7},
+        {"top_k": 2},
+        {"top_p": 0.75},
+        {"presence_penalty": 0.6},
+        {"frequency_penalty": 0.6},
+    ],
 )
 def test_b41_what_a_pass_emits_has_the_target_distribution_whatever_was_guessed(fields):
     rows, sampling, limits = rows_of(DRAWS, **fields)
     target = jnp.broadcast_to(jnp.float32(TARGET), (DRAWS, 2, 3))
-    penalty = jnp.float32([fields.get("presence_penalty", 0.0), 0, 0])
+    penalty = jnp.float32([fields.get("presence_penalty", 0.0) + fields.get("frequency_penalty", 0.0), 0, 0])
     # The guess is drawn as the step that it is for will be: same settings, same seed, same step.
     guesses = draw(jnp.broadcast_to(jnp.float32(GUESS) - penalty, (DRAWS, 3)), sampling, rows.step)
     _, consumed, emissions = _draw_while_guesses_hold(target, guesses[:, None], rows, sampling, limits)

@@ -18,13 +18,12 @@ from qwen35_jax.inference.placement import Placement
 from qwen35_jax.inference.programs import Memory, decode_block, empty_memory, first_token, prefill_chunk
 from qwen35_jax.inference.prompts import Prompt, as_rows, check_prompts
 from qwen35_jax.inference.results import GenerationResult, Timing, TokenEvent
-from qwen35_jax.inference.rows import Emission, drawable_vocabulary, fresh_rows, limits_of, unstacked
+from qwen35_jax.inference.rows import drawable_vocabulary, fresh_rows, limits_of, part_of
 from qwen35_jax.inference.runnable import RunnableModel
 from qwen35_jax.inference.sampling import stack_settings
 from qwen35_jax.inference.settings import GenerationSettings
 from qwen35_jax.inference.speculation import Speculation, require_head
 from qwen35_jax.inference.stop_tokens import parse_token_ids, stop_token_ids
-from qwen35_jax.inference.streaming import AnswerText
 from qwen35_jax.inference.tokenizer import FILE_NAME as TOKENIZER_FILE
 from qwen35_jax.inference.tokenizer import Tokenizer
 
@@ -110,15 +109,17 @@ class _Run:
         self.prompts = prompts + [[]] * empty
         settings = settings + [GenerationSettings(max_new_tokens=1)] * empty
         self.most = np.array([row.max_new_tokens for row in settings])
+        stopping = [() if row.ignore_eos else stop_ids for row in settings]
         seeds = [secrets.randbits(32) if row.seed is None else row.seed for row in settings]
         self.answers = [
             Answer(
-                f"row {row}",
                 prompts[row],
-                max_new_tokens=int(self.most[row]),
+                settings[row],
                 seed=seeds[row],
-                text=AnswerText(tokenizer, settings[row].stop, () if settings[row].ignore_eos else stop_ids),
-                listener=lambda token, text, reason, row=row: on_token(TokenEvent(row, token, text, reason)),
+                tokenizer=tokenizer,
+                stop_ids=stopping[row],
+                listener=on_token,
+                row=row,
             )
             for row in range(self.asked)
         ]
@@ -128,8 +129,9 @@ class _Run:
         self.sampling = stack_settings(settings, seeds)
         self.limits = limits_of(
             settings,
-            [() if row.ignore_eos else stop_ids for row in settings],
-            vocabulary_size=drawable_vocabulary(text.vocab_size, tokenizer),
+            stopping,
+            vocab_size=text.vocab_size,
+            drawable=drawable_vocabulary(text.vocab_size, tokenizer),
             pad_id=text.pad_token_id or 0,
         )
 
@@ -163,14 +165,15 @@ class _Run:
             memory, rows, following = decode_block(*static, memory, rows, keep, *settings, **block)
         first = jax.device_get(first)
         for row, answer in enumerate(self.answers):
-            answer.take(Emission(*(field[row] for field in first)))
+            answer.take(part_of(first, row))
         first_seen = time.perf_counter()
         while self._going_on().any():
             assert following is not None
             memory, rows, upcoming = decode_block(*static, memory, rows, self._going_on(), *settings, **block)
-            for emissions in unstacked(jax.device_get(following)):
+            emissions = jax.device_get(following)
+            for each_pass in range(PASSES_IN_A_BLOCK):
                 for row, answer in enumerate(self.answers):
-                    answer.take_pass(Emission(*(field[:, row] for field in emissions)))
+                    answer.take_pass(part_of(emissions, each_pass, slice(None), row))
             following = upcoming
         return self._collect(first_seen - begin, time.perf_counter() - first_seen)
 

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from qwen35_jax.cache import Cache, init_cache
 from qwen35_jax.config import TextConfig
 from qwen35_jax.inference.placement import Placement
-from qwen35_jax.inference.rows import Emission, Limits, Rows, draw_next, empty_emissions
+from qwen35_jax.inference.rows import Allowed, Emission, Limits, Rows, draw_next, empty_emissions
 from qwen35_jax.inference.runnable import RunnableModel
 from qwen35_jax.inference.sampling import Sampling
 from qwen35_jax.inference.speculation import (
@@ -137,9 +137,10 @@ def first_token(
     rows: Rows,
     sampling: Sampling,
     limits: Limits,
+    allowed: Allowed | None = None,
 ) -> tuple[Memory, Rows, Emission]:
     """Draws the first token of every answer from the prompt's logits."""
-    rows, emission = draw_next(memory.logits, rows, sampling, limits)
+    rows, emission = draw_next(memory.logits, rows, sampling, limits, allowed)
     if memory.draft is not None:
         model = nnx.merge(graphdef, parameters)
         memory = memory._replace(draft=first_guesses(model, memory.draft, rows, sampling, limits))
@@ -161,6 +162,7 @@ def decode_block(
     keep: Bool[Array, "batch"],
     sampling: Sampling,
     limits: Limits,
+    allowed: Allowed | None = None,
     *,
     steps: int,
 ) -> tuple[Memory, Rows, Emission]:
@@ -169,6 +171,7 @@ def decode_block(
     Args:
         placement: that of the arguments, and so of the results.
         keep: false ends a row from outside, for a stop string.
+        allowed: what grammars leave to be drawn. They are asked anew after every token: this takes `steps` of 1.
         steps: passes at most. The host sees their tokens together.
 
     Returns:
@@ -184,11 +187,11 @@ def decode_block(
     def step(carry: _BlockCarry) -> _BlockCarry:
         done, memory, rows, emissions = carry
         if memory.draft is None:
-            cache, rows, emission = _plain_step(model, memory.cache, rows, sampling, limits)
+            cache, rows, emission = _plain_step(model, memory.cache, rows, sampling, limits, allowed)
             memory = memory._replace(cache=cache)
         else:
             cache, draft, rows, emission = speculative_step(
-                model, memory.cache, memory.draft, rows, sampling, limits
+                model, memory.cache, memory.draft, rows, sampling, limits, allowed
             )
             memory = memory._replace(cache=cache, draft=draft)
         emissions = jax.tree.map(lambda block, one: block.at[done].set(one), emissions, emission)
@@ -202,11 +205,11 @@ def decode_block(
 
 
 def _plain_step(
-    model: TextModel, cache: Cache, rows: Rows, sampling: Sampling, limits: Limits
+    model: TextModel, cache: Cache, rows: Rows, sampling: Sampling, limits: Limits, allowed: Allowed | None
 ) -> tuple[Cache, Rows, Emission]:
     """Consumes the token drawn last and draws the next one."""
     segment_ids = rows.active[:, None].astype(jnp.int32)
     hidden, after = model(rows.token[:, None], segment_ids=segment_ids, cache=cache)
     assert after is not None
-    rows, emission = draw_next(model.logits(hidden[:, 0]), rows, sampling, limits)
+    rows, emission = draw_next(model.logits(hidden[:, 0]), rows, sampling, limits, allowed)
     return after, rows, jax.tree.map(lambda x: x[None], emission)

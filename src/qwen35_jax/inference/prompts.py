@@ -78,6 +78,9 @@ def check_prompt(
     ids = check_token_ids(prompt, vocab_size)
     if not ids:
         raise PromptError(f"{name} is empty: give at least one token to continue from")
+    unknown = [token for token in wanted.logit_bias if token >= vocab_size]
+    if unknown:
+        raise PromptError(f"logit_bias names token {unknown[0]}, expected ids from 0 to {vocab_size - 1}")
     room = context - len(ids)
     if room <= 0:
         raise PromptError(

@@ -31,6 +31,8 @@ class Sampling(NamedTuple):
     min_p: Float[Array, "batch"]
     repetition_penalty: Float[Array, "batch"]
     presence_penalty: Float[Array, "batch"]
+    frequency_penalty: Float[Array, "batch"]
+    tells_logprobs: Bool[Array, "batch"]
     seed: UInt32[Array, "batch"]
 
 
@@ -47,6 +49,8 @@ def stack_settings(settings: Sequence[GenerationSettings], seeds: Sequence[int])
         min_p=column("min_p", np.float32),
         repetition_penalty=column("repetition_penalty", np.float32),
         presence_penalty=column("presence_penalty", np.float32),
+        frequency_penalty=column("frequency_penalty", np.float32),
+        tells_logprobs=jnp.asarray(np.array([row.top_logprobs is not None for row in settings])),
         seed=jnp.asarray(np.array(seeds, np.uint32)),
     )
 
@@ -56,13 +60,18 @@ def penalize(
     sampling: Sampling,
     *,
     seen: Bool[Array, "batch vocab"],
-    generated: Bool[Array, "batch vocab"],
+    counts: Int[Array, "batch vocab"],
 ) -> Float[Array, "batch vocab"]:
-    """Applies the repetition penalty to `seen` tokens and the presence penalty to `generated` ones."""
-    penalty = sampling.repetition_penalty[:, None].astype(logits.dtype)
-    presence = sampling.presence_penalty[:, None].astype(logits.dtype)
+    """Applies the repetition penalty to `seen` tokens, and the two others to those that the answer has `counts` of."""
+
+    def per_row(setting: Float[Array, "batch"]) -> Float[Array, "batch 1"]:
+        return setting[:, None].astype(logits.dtype)
+
+    penalty = per_row(sampling.repetition_penalty)
     repeated = jnp.where(logits > 0, logits / penalty, logits * penalty)
-    return jnp.where(seen, repeated, logits) - jnp.where(generated, presence, 0)
+    present = jnp.where(counts > 0, per_row(sampling.presence_penalty), 0)
+    frequent = per_row(sampling.frequency_penalty) * counts.astype(logits.dtype)
+    return jnp.where(seen, repeated, logits) - present - frequent
 
 
 def truncate(logits: Float[Array, "batch vocab"], sampling: Sampling) -> Float[Array, "batch vocab"]:

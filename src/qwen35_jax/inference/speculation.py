@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 from qwen35_jax.cache import Cache, init_draft_cache
 from qwen35_jax.config import TextConfig
 from qwen35_jax.errors import PromptError
-from qwen35_jax.inference.rows import Emission, Limits, Rows, draw_next
+from qwen35_jax.inference.rows import Allowed, Emission, Limits, Rows, draw_next
 from qwen35_jax.inference.sampling import Sampling
 from qwen35_jax.model import Parameters
 from qwen35_jax.nn.text_model import TextModel
@@ -130,7 +130,13 @@ def first_guesses(model: TextModel, draft: Draft, rows: Rows, sampling: Sampling
 
 
 def speculative_step(
-    model: TextModel, cache: Cache, draft: Draft, rows: Rows, sampling: Sampling, limits: Limits
+    model: TextModel,
+    cache: Cache,
+    draft: Draft,
+    rows: Rows,
+    sampling: Sampling,
+    limits: Limits,
+    allowed: Allowed | None,
 ) -> tuple[Cache, Draft, Rows, Emission]:
     """One pass of the main model over each row's last token and the guesses after it, then new guesses.
 
@@ -144,7 +150,7 @@ def speculative_step(
     assert updates is not None
     hidden = model.normed(residual)
     rows, consumed, emissions = _draw_while_guesses_hold(
-        model.logits(hidden), draft.tokens, rows, sampling, limits
+        model.logits(hidden), draft.tokens, rows, sampling, limits, allowed
     )
     cache = cache.extended(updates, consumed)
 
@@ -161,8 +167,11 @@ def _draw_while_guesses_hold(
     rows: Rows,
     sampling: Sampling,
     limits: Limits,
+    allowed: Allowed | None,
 ) -> tuple[Rows, Bool[Array, "batch position"], Emission]:
     """Draws position by position what plain decoding would; a row goes on while its draw is the next guess.
+
+    A row with a grammar does not: what it may draw next is not known yet.
 
     Returns:
         The rows, which of the pass's tokens were consumed, and the emissions [position batch].
@@ -173,13 +182,15 @@ def _draw_while_guesses_hold(
     ) -> tuple[tuple[Rows, Bool[Array, "batch"]], tuple[Bool[Array, "batch"], Emission]]:
         rows, reached = carry
         logits, guess = position
-        drawn, emission = draw_next(logits, rows._replace(active=reached), sampling, limits)
+        drawn, emission = draw_next(logits, rows._replace(active=reached), sampling, limits, allowed)
         rows = drawn._replace(
             token=jnp.where(reached, drawn.token, rows.token),
             active=jnp.where(reached, drawn.active, rows.active),
         )
-        return (rows, drawn.active & (drawn.token == guess)), (reached, emission)
+        holds = drawn.active & (drawn.token == guess) & may_go_on
+        return (rows, holds), (reached, emission)
 
+    may_go_on = True if allowed is None else ~allowed.constrained
     # No guess stands after the last position: whatever is drawn there, nothing follows it in this pass.
     nothing = jnp.full_like(guesses[:, :1], -1)
     positions = jnp.moveaxis(logits, 1, 0), jnp.concatenate([guesses, nothing], axis=1).T

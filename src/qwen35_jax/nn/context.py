@@ -18,6 +18,8 @@ class TokenContext:
         rotary_sin: their sines.
         segment_ids: 0 marks padding, positive numbers are documents; None means one document, no padding.
         past_lengths: tokens that each row's cache holds already; None without a cache.
+        first_row: of this call's rows among those of the attention layers' caches, see `Cache`; None where they are
+            the same.
         repeat: which repeat of the layer pattern is running, and so which part of a stacked cache is its own; None
             outside a stack.
         tentative: the tokens are guesses. DeltaNet layers then return what each token would do to their memory,
@@ -28,5 +30,6 @@ class TokenContext:
     rotary_sin: Float[Array, "batch time rotary_half"]
     segment_ids: Int[Array, "batch time"] | None
     past_lengths: Int[Array, " batch"] | None
+    first_row: Int[Array, ""] | None = None
     repeat: Int[Array, ""] | None = None
     tentative: bool = dataclasses.field(default=False, metadata={"static": True})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -20,8 +21,11 @@ class Embedding(nnx.Module):
         self.weight = parameter(keys, normal(config.initializer_range), axes, parameter_dtype)
 
     def lookup(self, tokens: Int[Array, "batch time"], dtype: DTypeLike) -> Float[Array, "batch time embed"]:
+        # Without the barrier, which ties the table to the tokens, XLA's CPU compiler widens all of a bfloat16 table,
+        # in a loop over steps before the first one.
+        weight, tokens = jax.lax.optimization_barrier((self.weight[...], tokens))
         # An id outside the vocabulary gives NaN: JAX would otherwise read the nearest row without a word.
-        rows = self.weight[...].at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+        rows = weight.at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
         return rows.astype(dtype)
 
     def logits(self, hidden: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:

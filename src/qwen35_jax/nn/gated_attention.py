@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
@@ -71,6 +72,9 @@ class GatedAttention(nnx.Module):
         q, k = self.qk_norm(q, k)
         q, k = self.rope(q, k, context)
         o = self.core(q, k, v, context, cache)
+        if cache is not None:
+            never = o[:, :, :1, :1] > jnp.inf
+            k, v = jnp.where(never, 0, k), jnp.where(never, 0, v)
         o = self.gate(o, gate)
         return self.o_proj(o), AttentionCache(k, v)
 
@@ -120,6 +124,7 @@ class GatedAttention(nnx.Module):
             past_v=None if cache is None else cache.value,
             past_lengths=None if cache is None else context.past_lengths,
             layer=None if cache is None else context.repeat,
+            first_row=None if cache is None else context.first_row,
         )
 
     @jax.named_scope("attn.gate")

@@ -137,7 +137,7 @@ class TextModel(nnx.Module):
             self.rope, self.rotary_dim, dtype=compute_dtype_for_state(self.dtype)
         )
         cos, sin = rotary_cos_sin(positions, frequencies, self.rope.mrope_section, scaling)
-        return TokenContext(cos, sin, segment_ids, lengths)
+        return TokenContext(cos, sin, segment_ids, lengths, None if cache is None else cache.first_row)
 
     def draft_hidden(
         self,

@@ -10,8 +10,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from qwen35_jax.ops.moving import from_storage
 from qwen35_jax.ops.precision import product_precision
 from qwen35_jax.ops.segments import is_real, segment_index
 
@@ -47,10 +48,11 @@ def attention(
     v: Float[Array, "batch time kv_heads head_dim"],
     *,
     segment_ids: Int[Array, "batch time"] | None = None,
-    past_k: Float[Array, "*layers batch capacity kv_heads head_dim"] | None = None,
-    past_v: Float[Array, "*layers batch capacity kv_heads head_dim"] | None = None,
+    past_k: Shaped[Array, "*layers rows capacity kv_heads head_dim"] | None = None,
+    past_v: Shaped[Array, "*layers rows capacity kv_heads head_dim"] | None = None,
     past_lengths: Int[Array, "batch"] | None = None,
     layer: Int[Array, ""] | None = None,
+    first_row: Int[Array, ""] | None = None,
 ) -> Float[Array, "batch time heads head_dim"]:
     """softmax(q k^T / sqrt(head_dim)) v, causal within each document.
 
@@ -71,10 +73,11 @@ def attention(
         q, k, v: new tokens, already normalised and rotated.
         segment_ids: 0 for padding, positive numbers for documents; None when every token is real and of one
             document.
-        past_k, past_v: cache before this call's tokens were written.
+        past_k, past_v: cache before this call's tokens were written, kept as `ops.moving.to_storage` gives it.
         past_lengths: filled slots of each row.
         layer: given, past_k and past_v have a leading axis of layers, of which this one is read. In a scan over
             layers, taking the layer out of the stack before the call would copy all its capacity.
+        first_row: given, past_k and past_v hold more rows than the call, whose own begin at this one.
 
     Returns:
         Outputs in the dtype of `q`. Products accumulate in float32 (float64), where the softmax runs; its
@@ -86,7 +89,7 @@ def attention(
     Source: Vaswani et al., "Attention Is All You Need" (2017), section 3.2; merging of partial softmaxes:
     Milakov & Gimelshein, "Online normalizer calculation for softmax" (2018).
     """
-    _check(q, k, v, segment_ids, past_k, past_v, past_lengths, layer)
+    _check(q, k, v, segment_ids, past_k, past_v, past_lengths, layer, first_row)
     batch, time, heads, head_dim = q.shape
     kv_heads = k.shape[2]
     grouped = q.reshape(batch, time, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4)
@@ -103,8 +106,8 @@ def attention(
         sees_past = jnp.ones((batch, time), bool) if index is None else index == 0
         if layer is None:
             past_k, past_v = past_k[None], past_v[None]
-        which = jnp.int32(0) if layer is None else layer
-        softmax = _merge(softmax, _over_past(grouped, past_k, past_v, past_lengths, which, sees_past))
+        corner = (jnp.int32(0) if layer is None else layer, jnp.int32(0) if first_row is None else first_row)
+        softmax = _merge(softmax, _over_past(grouped, past_k, past_v, past_lengths, corner, sees_past))
 
     denominator = jnp.where(softmax.denominator == 0, 1, softmax.denominator)
     out = (softmax.numerator / denominator[..., None]).astype(q.dtype)
@@ -158,10 +161,10 @@ def _over_new_tokens(
 
 def _over_past(
     q: Float[Array, "b g r t d"],
-    past_k: Float[Array, "layers b capacity g d"],
-    past_v: Float[Array, "layers b capacity g d"],
+    past_k: Shaped[Array, "layers rows capacity g d"],
+    past_v: Shaped[Array, "layers rows capacity g d"],
     past_lengths: Int[Array, "b"],
-    layer: Int[Array, ""],
+    corner: tuple[Int[Array, ""], Int[Array, ""]],
     sees_past: Bool[Array, "b t"],
 ) -> _Partial:
     capacity = past_k.shape[2]
@@ -173,7 +176,7 @@ def _over_past(
         start = jnp.minimum(i * block, capacity - block)
         slots = start + jnp.arange(block)
         filled = (slots >= i * block) & (slots < past_lengths[:, None])
-        k, v = (_slots(x, layer, start, block).astype(q.dtype) for x in (past_k, past_v))
+        k, v = (_slots(x, corner, q.shape[0], start, block).astype(q.dtype) for x in (past_k, past_v))
         v = jnp.where(filled[:, :, None, None], v, 0)
         return _merge(softmax, _attend(q, k, v, sees_past[:, :, None] & filled[:, None, :]))
 
@@ -185,17 +188,24 @@ def _over_past(
 
 
 def _slots(
-    cache: Float[Array, "layers b capacity g d"], layer: Int[Array, ""], start: Int[Array, ""], size: int
+    cache: Shaped[Array, "layers rows capacity g d"],
+    corner: tuple[Int[Array, ""], Int[Array, ""]],
+    batch: int,
+    start: Int[Array, ""],
+    size: int,
 ) -> Float[Array, "b size g d"]:
-    """Slots start to start + size of one layer, in a loop over `start`.
+    """Slots start to start + size of `batch` rows of one layer, in a loop over `start`.
 
     XLA's CPU compiler slices bfloat16 as float32. Without the barrier, which ties the cache to the loop's
-    counter, it would widen the whole cache before the loop, whatever its filled length.
+    counter, it would widen the whole cache before the loop, whatever its filled length. Elsewhere, and for bits, a
+    barrier would only make the compiler copy the cache.
     """
-    cache, start = lax.optimization_barrier((cache, start))
-    zero = jnp.zeros_like(start)  # all of one type: with 64-bit types on, a plain 0 is an int64
-    sizes = (1, cache.shape[1], size, *cache.shape[3:])
-    return lax.dynamic_slice(cache, (layer.astype(start.dtype), zero, start, zero, zero), sizes)[0]
+    if cache.dtype in (jnp.bfloat16, jnp.float16):
+        cache, start = lax.optimization_barrier((cache, start))
+    layer, row = (index.astype(start.dtype) for index in corner)  # all of one type, also with 64-bit types on
+    zero = jnp.zeros_like(start)
+    sizes = (1, batch, size, *cache.shape[3:])
+    return from_storage(lax.dynamic_slice(cache, (layer, row, start, zero, zero), sizes)[0])
 
 
 def _attend(
@@ -245,10 +255,11 @@ def _check(
     k: Float[Array, "..."],
     v: Float[Array, "..."],
     segment_ids: Int[Array, "..."] | None,
-    past_k: Float[Array, "..."] | None,
-    past_v: Float[Array, "..."] | None,
+    past_k: Shaped[Array, "..."] | None,
+    past_v: Shaped[Array, "..."] | None,
     past_lengths: Int[Array, "..."] | None,
     layer: Int[Array, ""] | None,
+    first_row: Int[Array, ""] | None,
 ) -> None:
     batch, time, heads, head_dim = q.shape
     kv_heads = k.shape[2]
@@ -264,7 +275,8 @@ def _check(
         raise ValueError(f"past_k, past_v, past_lengths: given {given}, expected all three or none")
     if past_k is not None:
         leading = () if layer is None else past_k.shape[:1]
-        past_shape = (*leading, batch, past_k.shape[len(leading) + 1], kv_heads, head_dim)
+        rows = batch if first_row is None else max(batch, past_k.shape[len(leading)])
+        past_shape = (*leading, rows, past_k.shape[len(leading) + 1], kv_heads, head_dim)
         expected |= {"past_k": (past_k, past_shape), "past_v": (past_v, past_shape)}
         expected |= {"past_lengths": (past_lengths, (batch,))}
     for name, (array, shape) in expected.items():

@@ -12,6 +12,9 @@ from jaxtyping import Array, Float
 
 from qwen35_jax.ops.precision import product_precision
 
+FEW_ROWS = 128
+"""Up to so many rows, a CPU computes the product of narrow floats in another order."""
+
 
 def linear(
     x: Float[Array, "*batch in"], weight: Float[Array, "out in"], dtype: DTypeLike | None = None
@@ -40,11 +43,12 @@ def _narrow_linear(
     first, which halves the speed of 512 rows. The derivative is written out because that of a product with a wider
     result would multiply a float32 gradient with the narrow operand, in float32.
     """
-    if math.prod(x.shape[:-1]) == 1:
-        # XLA's CPU compiler has no kernel for one narrow row and is ten times slower than for two.
-        product = jax.lax.platform_dependent(x, weight, cpu=_one_row_as_two, default=_sum_in_float32)
-    else:
+    rows = math.prod(x.shape[:-1])
+    if rows > FEW_ROWS:
         product = _sum_in_float32(x, weight)
+    else:
+        on_cpu = _one_row_as_two if rows == 1 else _weights_first
+        product = jax.lax.platform_dependent(x, weight, cpu=on_cpu, default=_sum_in_float32)
     return product.astype(dtype)
 
 
@@ -54,9 +58,24 @@ def _sum_in_float32(
     return jnp.einsum("...i,oi->...o", x, weight, preferred_element_type=jnp.float32)
 
 
+def _weights_first(
+    x: Float[Array, "*batch in"], weight: Float[Array, "out in"]
+) -> Float[Array, "*batch out"]:
+    """The product with its factors exchanged: XLA's CPU kernels walk the rows of the first, and these are many.
+
+    Three to seven rows are filled up to eight, for which the kernels use more than one thread.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    fill = 8 - len(rows) if 2 < len(rows) < 8 else 0
+    filled = jnp.pad(rows, ((0, fill), (0, 0)))
+    product = jnp.einsum("oi,ni->on", weight, filled, preferred_element_type=jnp.float32)
+    return product[:, : len(rows)].T.reshape(*x.shape[:-1], -1)
+
+
 def _one_row_as_two(
     x: Float[Array, "*batch in"], weight: Float[Array, "out in"]
 ) -> Float[Array, "*batch out"]:
+    """XLA's CPU compiler has no kernel for one narrow row and is ten times slower than for two."""
     rows = jnp.broadcast_to(x.reshape(1, -1), (2, x.size))
     return _sum_in_float32(rows, weight)[0].reshape(*x.shape[:-1], -1)
 

@@ -1,35 +1,33 @@
-"""Moving narrow floats without computing with them."""
+"""Narrow floats that programs write into, kept as whole numbers of the same bits on a CPU.
+
+XLA's CPU compiler widens whatever a scatter or an update of bfloat16 touches to float32 and rounds the result: writing
+one token into a cache converted all of the cache, twice. (Turning the cache into bits for each write is no way out: the
+compiler copies it for that, twice as well.) So there the cache itself holds the bits, and what is read of it is turned
+back.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
+import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Shaped
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Shaped, UInt16
 
-Move = Callable[..., Shaped[Array, "..."]]
+
+def storage_dtype(dtype: DTypeLike) -> jnp.dtype:
+    """What an array of this dtype that is written into piece by piece is kept as: uint16 for bfloat16 on a CPU."""
+    bits = jax.default_backend() == "cpu" and dtype == jnp.bfloat16
+    return jnp.dtype(jnp.uint16 if bits else dtype)
 
 
-def as_bits(move: Move) -> Move:
-    """Lets a slice, an update or a scatter of bfloat16 or float16 work on integers of the same bits, on a CPU.
+def to_storage(x: Float[Array, "*shape"], dtype: DTypeLike) -> Shaped[Array, "*shape"]:
+    """Values as they go into an array of a `storage_dtype`."""
+    if dtype == jnp.uint16:
+        return lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
+    return x.astype(dtype)
 
-    XLA's CPU compiler widens whatever such an operation touches to float32 and rounds the result: writing one token
-    into a cache converted all of the cache, twice. Elsewhere, and for other dtypes, `move` runs as it is.
 
-    Args:
-        move: takes arrays of one dtype and returns one of that dtype, made of their values and nothing else.
-    """
-
-    def run(*arrays: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-        dtype = arrays[0].dtype
-        if dtype.itemsize != 2 or not jnp.issubdtype(dtype, jnp.floating):
-            return move(*arrays)
-
-        def on_bits(*arrays: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-            bits = (lax.bitcast_convert_type(array, jnp.uint16) for array in arrays)
-            return lax.bitcast_convert_type(move(*bits), dtype)
-
-        return lax.platform_dependent(*arrays, cpu=on_bits, default=move)
-
-    return run
+def from_storage(x: Float[Array, "*shape"] | UInt16[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Values that were kept as `to_storage` gave them."""
+    return lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x

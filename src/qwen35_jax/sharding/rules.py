@@ -55,6 +55,7 @@ CACHE_AXES: Mapping[str, tuple[str, ...]] = {
     "key": ("repeats", "batch", "capacity", "kv_heads", "head_dim"),
     "value": ("repeats", "batch", "capacity", "kv_heads", "head_dim"),
     "lengths": ("batch",),
+    "first_row": (),
 }
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qwen35_jax.cache import Cache
+from qwen35_jax.cache import AttentionCache, Cache
 from qwen35_jax.inference.engine.slots import Tenant, empty_slots, occupy, row_of, with_row
 from qwen35_jax.inference.placement import Placement
 from tests.inference.tiny_model import tiny_model
@@ -33,26 +35,38 @@ def rows(tree, index: int) -> list[np.ndarray]:
     return found
 
 
-def test_a_row_goes_out_and_in_alone_first_and_last_slot_included():
+def test_what_becomes_of_a_row_goes_in_alone_first_and_last_slot_included():
     model = tiny_model()
     slots = empty_slots(
-        model, Placement.beside(model.parameters), slots=3, capacity=16, vocabulary_size=96, speculation=None
+        model, Placement.beside(model.parameters), slots=3, capacity=16, drawable=96, speculation=None
     )
     old, new = filled(slots, 1), filled(slots, 2)
     for slot in range(3):
-        changed = with_row(old, row_of(new, slot), slot)
+        row = row_of(new, slot)
+        (delta_net, attention), (_, whole) = row.memory.cache.groups[0], old.memory.cache.groups[0]
+        assert delta_net.state.shape[1] == 1 and attention.key.shape == whole.key.shape
+        changed = with_row(old, row, slot)
+        assert jax.tree.structure(changed) == jax.tree.structure(old)
         for other in range(3):
             source = new if other == slot else old
-            for ours, theirs in zip(rows(changed, other), rows(source, other), strict=True):
+            for ours, theirs in zip(without_keys(changed, other), without_keys(source, other), strict=True):
                 np.testing.assert_array_equal(ours, theirs)
+
+
+def without_keys(slots, index: int) -> list[np.ndarray]:
+    """As `rows`, without keys and values: those are never taken out."""
+    cache = slots.memory.cache
+    groups = tuple(
+        tuple(layer for layer in group if not isinstance(layer, AttentionCache)) for group in cache.groups
+    )
+    cache = dataclasses.replace(cache, groups=groups)
+    return rows(slots._replace(memory=slots.memory._replace(cache=cache)), index)
 
 
 def test_b34_a_slot_is_emptied_for_its_tenant_and_the_others_stay_bit_for_bit():
     model = tiny_model()
     placement = Placement.beside(model.parameters)
-    slots = filled(
-        empty_slots(model, placement, slots=3, capacity=16, vocabulary_size=96, speculation=None), 3
-    )
+    slots = filled(empty_slots(model, placement, slots=3, capacity=16, drawable=96, speculation=None), 3)
     before = jax.device_get(slots)
     tenant = row_of((slots.rows, slots.sampling, slots.limits), 0)
     after = occupy(placement, slots, jnp.int32(2), Tenant(*tenant))

@@ -29,20 +29,19 @@ from qwen35_jax.inference.engine.slots import (
 )
 from qwen35_jax.inference.placement import Placement
 from qwen35_jax.inference.prompts import check_prompt
-from qwen35_jax.inference.results import TokenEvent
 from qwen35_jax.inference.rows import (
     STOP_ID_SLOTS,
+    Allowed,
     Emission,
     drawable_vocabulary,
     fresh_rows,
     limits_of,
-    unstacked,
+    part_of,
 )
 from qwen35_jax.inference.runnable import RunnableModel
 from qwen35_jax.inference.sampling import stack_settings
 from qwen35_jax.inference.settings import GenerationSettings
 from qwen35_jax.inference.speculation import Speculation, require_head
-from qwen35_jax.inference.streaming import AnswerText
 from qwen35_jax.inference.tokenizer import Tokenizer
 
 COUNTED = (
@@ -161,13 +160,13 @@ class Engine:
         self.memory: MemoryPlan = plan_memory(
             model, slots=slots, context=context, speculation=speculation, placement=self._placement
         )
-        self._vocabulary_size = drawable_vocabulary(model.config.text.vocab_size, tokenizer)
+        self._drawable = drawable_vocabulary(model.config.text.vocab_size, tokenizer)
         self._slots: Slots = empty_slots(
             model,
             self._placement,
             slots=slots,
             capacity=self.memory.context,
-            vocabulary_size=self._vocabulary_size,
+            drawable=self._drawable,
             speculation=speculation,
         )
         self._scheduler: Scheduler[_Ticket] = Scheduler(slots, queue_limit)
@@ -201,7 +200,7 @@ class Engine:
                 raise QueueFullError(
                     f"{self._scheduler.queued} requests are waiting already, and no more may: try again later"
                 )
-            ticket.stream.number = self._counts["submitted"]
+            ticket.stream.number = ticket.answer.row = self._counts["submitted"]
             self._counts["submitted"] += 1
             self._scheduler.add(ticket)
             self._changed.notify_all()
@@ -256,12 +255,13 @@ class Engine:
         seed = secrets.randbits(32) if settings.seed is None else settings.seed
         stop_ids = () if settings.ignore_eos else request.stop_ids
         answer = Answer(
-            "a request",
             prompt,
-            max_new_tokens=settings.max_new_tokens,
+            settings,
             seed=seed,
-            text=AnswerText(self._tokenizer, settings.stop, stop_ids),
-            listener=lambda token, text, reason: stream.put(TokenEvent(stream.number, token, text, reason)),
+            tokenizer=self._tokenizer,
+            stop_ids=stop_ids,
+            listener=stream.put,
+            row=-1,
         )
         request = Request(tuple(prompt), settings, stop_ids)
         return _Ticket(request, stream, answer, prefill_chunks(len(prompt), self._buckets))
@@ -314,7 +314,8 @@ class Engine:
             limits=limits_of(
                 [request.settings],
                 [request.stop_ids],
-                vocabulary_size=self._vocabulary_size,
+                vocab_size=text.vocab_size,
+                drawable=self._drawable,
                 pad_id=text.pad_token_id or 0,
             ),
         )
@@ -326,18 +327,20 @@ class Engine:
         tokens[0, : len(piece)] = piece
         segment_ids = (np.arange(chunk.padded_length) < len(piece)).astype(np.int32)[None]
         where = jnp.int32(slot)
-        self._slots = prefill_slot(*self._static, self._slots, where, tokens, segment_ids)
+        self._slots, _ = prefill_slot(*self._static, self._slots, where, tokens, segment_ids)
         self._count(prompt_tokens=len(piece))
         if chunk != ticket.chunks[-1]:
             return []
-        self._slots, emission = start_slot(*self._static, self._slots, where)
+        self._slots, emission = start_slot(*self._static, self._slots, where, self._all_allowed(1))
         return [_Drawn(emission, [(slot, ticket)], is_block=False)]
 
     def _decode(self, tenants: list[tuple[int, _Ticket]], passes: int) -> _Drawn:
         keep = np.zeros(self.memory.slots, bool)
         for slot, ticket in tenants:
             keep[slot] = ticket.answer.reason is None
-        self._slots, emissions = decode_slots(*self._static, self._slots, keep, steps=passes)
+        self._slots, emissions = decode_slots(
+            *self._static, self._slots, keep, self._all_allowed(self.memory.slots), steps=passes
+        )
         return _Drawn(emissions, tenants, is_block=True)
 
     def _receive(self, drawn: _Drawn) -> None:
@@ -349,10 +352,10 @@ class Engine:
             before = len(ticket.answer.tokens)
             try:
                 if drawn.is_block:
-                    for each in unstacked(emissions):
-                        ticket.answer.take_pass(Emission(*(field[:, slot] for field in each)))
+                    for each_pass in range(emissions.token.shape[0]):
+                        ticket.answer.take_pass(part_of(emissions, each_pass, slice(None), slot))
                 else:
-                    ticket.answer.take(Emission(*(field[0] for field in emissions)))
+                    ticket.answer.take(part_of(emissions, 0))
             except NonFiniteError as error:
                 self._free(slot, ticket)
                 self._fail(ticket, error)
@@ -360,6 +363,11 @@ class Engine:
             if ticket.answer.reason is not None:
                 self._free(slot, ticket)
                 self._finish(ticket, "finished")
+
+    def _all_allowed(self, rows: int) -> Allowed:
+        words = -(-self._model.config.text.vocab_size // 32)
+        bits = np.full((rows, words), np.iinfo(np.uint32).max, np.uint32)
+        return self._placement.put(Allowed(jnp.asarray(bits), jnp.zeros(rows, bool)))
 
     def _free(self, slot: int, ticket: _Ticket) -> None:
         with self._changed:
@@ -405,7 +413,9 @@ class Engine:
             self._consume(0, ticket, ticket.chunks[0])
         for passes in (PASSES_BESIDE_PREFILL, PASSES_IN_A_BLOCK):
             nobody = np.zeros(self.memory.slots, bool)
-            self._slots, _ = decode_slots(*self._static, self._slots, nobody, steps=passes)
+            self._slots, _ = decode_slots(
+                *self._static, self._slots, nobody, self._all_allowed(self.memory.slots), steps=passes
+            )
         self._counts = dict.fromkeys(COUNTED, 0)
 
 

@@ -2,7 +2,7 @@
 
 A request takes a slot, its prompt is consumed there piece by piece while the other slots decode, and when it has ended
 the next request starts from an empty row. Whatever arrives, the same few programs run: one per padded length of a
-piece, and one each to empty a slot, to draw a first token, and to decode.
+piece, one to empty a slot, one to draw a first token, and a few to decode.
 """
 
 from __future__ import annotations
@@ -17,17 +17,16 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Int
 
-from qwen35_jax.cache import Cache
+from qwen35_jax.cache import AttentionCache, Cache, LayerCache
 from qwen35_jax.inference import programs
 from qwen35_jax.inference.placement import Placement
 from qwen35_jax.inference.programs import Memory
-from qwen35_jax.inference.rows import Emission, Limits, Rows, fresh_rows, limits_of
+from qwen35_jax.inference.rows import Allowed, Emission, Limits, Rows, fresh_rows, limits_of
 from qwen35_jax.inference.runnable import RunnableModel
 from qwen35_jax.inference.sampling import Sampling, stack_settings
 from qwen35_jax.inference.settings import GenerationSettings
 from qwen35_jax.inference.speculation import Speculation
 from qwen35_jax.model import Parameters
-from qwen35_jax.ops.moving import as_bits
 
 Tree = TypeVar("Tree")
 
@@ -55,7 +54,7 @@ def empty_slots(
     *,
     slots: int,
     capacity: int,
-    vocabulary_size: int,
+    drawable: int,
     speculation: Speculation | None,
 ) -> Slots:
     """Slots in which nobody has been.
@@ -65,7 +64,7 @@ def empty_slots(
         placement: of its parameters.
         slots: how many.
         capacity: tokens that each has room for.
-        vocabulary_size: see `Limits`; like `pad_id` it is the same for all tenants.
+        drawable: see `limits_of`.
         speculation: see `generate`.
     """
     text = model.config.text
@@ -77,7 +76,11 @@ def empty_slots(
                 fresh_rows([()] * slots, text.vocab_size, active=[False] * slots),
                 stack_settings(settings, [0] * slots),
                 limits_of(
-                    settings, [()] * slots, vocabulary_size=vocabulary_size, pad_id=text.pad_token_id or 0
+                    settings,
+                    [()] * slots,
+                    vocab_size=text.vocab_size,
+                    drawable=drawable,
+                    pad_id=text.pad_token_id or 0,
                 ),
             )
         ),
@@ -85,48 +88,82 @@ def empty_slots(
 
 
 def row_of(tree: Tree, slot: Int[Array, ""]) -> Tree:
-    """One row of every array, as a batch of one. Values without rows stay as they are."""
+    """One row of every array, as a batch of one; keys and values stay where they are. See `Cache.first_row`."""
 
     def cut(array: Array, axis: int) -> Array:
-        return as_bits(lambda array: jax.lax.dynamic_slice_in_dim(array, slot, 1, axis))(array)
+        return jax.lax.dynamic_slice_in_dim(array, slot, 1, axis)
 
-    return _by_batch_axis(cut, tree)
+    def of_cache(cache: Cache) -> Cache:
+        groups = _map_delta_nets(lambda layer: jax.tree.map(lambda x: cut(x, 1), layer), cache.groups)
+        return dataclasses.replace(cache, groups=groups, lengths=cut(cache.lengths, 0), first_row=slot)
+
+    return _map_caches(of_cache, lambda array: cut(array, 0), tree)
 
 
 def with_row(tree: Tree, row: Tree, slot: Int[Array, ""]) -> Tree:
-    """The tree with one row of every array replaced."""
+    """The tree with one row of every array replaced by what `row_of` has become."""
 
-    def put(array: Array, axis: int, new: Array) -> Array:
-        write = as_bits(lambda array, new: jax.lax.dynamic_update_slice_in_dim(array, new, slot, axis))
-        return write(array, new.astype(array.dtype))
+    def put(array: Array, new: Array, axis: int) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(array, new.astype(array.dtype), slot, axis)
 
-    return _by_batch_axis(put, tree, row)
+    def of_cache(cache: Cache, new: Cache) -> Cache:
+        groups = _map_delta_nets(
+            lambda layer, new: jax.tree.map(lambda x, y: put(x, y, 1), layer, new),
+            cache.groups,
+            new.groups,
+            attention=lambda layer, new: new,
+        )
+        return dataclasses.replace(cache, groups=groups, lengths=put(cache.lengths, new.lengths, 0))
+
+    return _map_caches(of_cache, lambda array, new: put(array, new, 0), tree, row)
 
 
-def _by_batch_axis(function: Callable[..., Array], *trees: Tree) -> Tree:
-    """Maps over arrays with their batch axis: the second of what a cache stacks over layers, the first elsewhere."""
+def _emptied(memory: Memory, slot: Int[Array, ""]) -> Memory:
+    """Zeros in one row of every array."""
+
+    def clear(array: Array, axis: int) -> Array:
+        shape = (*array.shape[:axis], 1, *array.shape[axis + 1 :])
+        return jax.lax.dynamic_update_slice_in_dim(array, jnp.zeros(shape, array.dtype), slot, axis)
+
+    def of_cache(cache: Cache) -> Cache:
+        groups = jax.tree.map(lambda array: clear(array, 1), cache.groups)
+        return dataclasses.replace(cache, groups=groups, lengths=clear(cache.lengths, 0))
+
+    return _map_caches(of_cache, lambda array: clear(array, 0), memory)
+
+
+def _map_caches(
+    of_cache: Callable[..., Cache], of_array: Callable[..., Array], tree: Tree, *others: Tree
+) -> Tree:
+    """Maps over caches as wholes, and over every other array that has rows."""
 
     def one(node: Any, *others: Any) -> Any:
         if isinstance(node, Cache):
-            stacked = jax.tree.map(
-                lambda array, *rest: function(array, 1, *rest),
-                node.groups,
-                *(other.groups for other in others),
-            )
-            lengths = function(node.lengths, 0, *(other.lengths for other in others))
-            return dataclasses.replace(node, groups=stacked, lengths=lengths)
-        return function(node, 0, *others) if node.ndim else node
+            return of_cache(node, *others)
+        return of_array(node, *others) if node.ndim else node
 
-    return jax.tree.map(one, *trees, is_leaf=lambda node: isinstance(node, Cache))
+    return jax.tree.map(one, tree, *others, is_leaf=lambda node: isinstance(node, Cache))
+
+
+def _map_delta_nets(
+    function: Callable[..., LayerCache],
+    groups: tuple[tuple[LayerCache, ...], ...],
+    *others: tuple[tuple[LayerCache, ...], ...],
+    attention: Callable[..., LayerCache] = lambda layer: layer,
+) -> tuple[tuple[LayerCache, ...], ...]:
+    """Maps over the layers of a cache by their kind."""
+
+    def one(layer: LayerCache, *others: LayerCache) -> LayerCache:
+        return (attention if isinstance(layer, AttentionCache) else function)(layer, *others)
+
+    return tuple(tuple(map(one, *layers)) for layers in zip(groups, *others, strict=True))
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnames="slots")
 def occupy(placement: Placement, slots: Slots, slot: Int[Array, ""], tenant: Tenant) -> Slots:
     """Empties a slot of all that its last tenant left, and writes down what the new one asks for."""
-    nothing = jax.tree.map(jnp.zeros_like, row_of(slots.memory, slot))
-    memory = with_row(slots.memory, nothing, slot)
     settings = with_row(Tenant(slots.rows, slots.sampling, slots.limits), tenant, slot)
-    return placement.keep(Slots(memory, *settings))
+    return placement.keep(Slots(_emptied(slots.memory, slot), *settings))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnames="slots")
@@ -138,12 +175,16 @@ def prefill_slot(
     slot: Int[Array, ""],
     tokens: Int[Array, "1 time"],
     segment_ids: Int[Array, "1 time"],
-) -> Slots:
-    """Consumes the next piece of the prompt in one slot. Arguments as for `programs.prefill_chunk`."""
+) -> tuple[Slots, Int[Array, "1"]]:
+    """Consumes the next piece of the prompt in one slot. Arguments as for `programs.prefill_chunk`.
+
+    Returns:
+        The slots, and how many tokens that slot has consumed.
+    """
     row = programs.prefill_chunk(
         graphdef, placement, parameters, row_of(slots.memory, slot), tokens, segment_ids
     )
-    return placement.keep(slots._replace(memory=with_row(slots.memory, row, slot)))
+    return placement.keep(slots._replace(memory=with_row(slots.memory, row, slot))), row.cache.lengths
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnames="slots")
@@ -153,8 +194,12 @@ def start_slot(
     parameters: Parameters,
     slots: Slots,
     slot: Int[Array, ""],
+    allowed: Allowed,
 ) -> tuple[Slots, Emission]:
     """Draws the first token after a slot's prompt. From here on the slot decodes.
+
+    Args:
+        allowed: of that slot, see `programs.decode_block`.
 
     Returns:
         The slots, and the draw [1].
@@ -162,7 +207,7 @@ def start_slot(
     one = row_of(slots, slot)
     rows = one.rows._replace(active=jnp.ones_like(one.rows.active))
     memory, rows, emission = programs.first_token(
-        graphdef, placement, parameters, one.memory, rows, one.sampling, one.limits
+        graphdef, placement, parameters, one.memory, rows, one.sampling, one.limits, allowed
     )
     slots = with_row(slots, one._replace(memory=memory, rows=rows), slot)
     return placement.keep(slots), emission
@@ -175,6 +220,7 @@ def decode_slots(
     parameters: Parameters,
     slots: Slots,
     keep: Bool[Array, "batch"],
+    allowed: Allowed,
     *,
     steps: int,
 ) -> tuple[Slots, Emission]:
@@ -188,6 +234,36 @@ def decode_slots(
         keep,
         slots.sampling,
         slots.limits,
+        allowed,
         steps=steps,
     )
     return slots._replace(memory=memory, rows=rows), emissions
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames="steps", donate_argnames="slots")
+def decode_slot(
+    graphdef: nnx.GraphDef,
+    placement: Placement,
+    parameters: Parameters,
+    slots: Slots,
+    slot: Int[Array, ""],
+    keep: Bool[Array, "1"],
+    allowed: Allowed,
+    *,
+    steps: int,
+) -> tuple[Slots, Emission]:
+    """`decode_slots` for when only one slot decodes: the others cost nothing. Their emissions are left out."""
+    one = row_of(slots, slot)
+    memory, rows, emissions = programs.decode_block(
+        graphdef,
+        placement,
+        parameters,
+        one.memory,
+        one.rows,
+        keep,
+        one.sampling,
+        one.limits,
+        allowed,
+        steps=steps,
+    )
+    return placement.keep(with_row(slots, one._replace(memory=memory, rows=rows), slot)), emissions

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from qwen35_jax.ops.gated_delta_rule.associative import associative
 from qwen35_jax.ops.gated_delta_rule.chunked import chunked
-from qwen35_jax.ops.gated_delta_rule.grouped import GroupedInputs, group_state, ungroup_state
+from qwen35_jax.ops.gated_delta_rule.grouped import group_state, grouped_inputs, ungroup_state
 from qwen35_jax.ops.gated_delta_rule.recurrent import recurrent
 from qwen35_jax.ops.segments import is_real, segment_index, segment_starts
 
@@ -70,17 +70,17 @@ def gated_delta_rule(
     # A no-op, by which the state varies over the same mesh axes as v within `shard_map`, as loops ask for.
     initial_state = jnp.where(True, initial_state, v[:, 0, :, None, :])
 
-    v = einops.rearrange(v, "b t (h g) v -> b t h g v", h=key_heads)
-    log_decay, beta = (einops.rearrange(x, "b t (h g) -> b t h g", h=key_heads) for x in (log_decay, beta))
-    grouped = GroupedInputs(q, k, v, log_decay, beta)
-    state = group_state(initial_state, key_heads)
     if method == "auto":
         method = "recurrent" if time == 1 else "chunked"
     if method == "recurrent":
-        outputs, state = recurrent(grouped, state, starts)
-    else:
-        run = chunked if method == "chunked" else associative
-        outputs, state = run(grouped, state, segments, min(chunk_size, time))
+        return recurrent(q, k, v, log_decay, beta, initial_state, starts)
+    run = chunked if method == "chunked" else associative
+    outputs, state = run(
+        grouped_inputs(q, k, v, log_decay, beta),
+        group_state(initial_state, key_heads),
+        segments,
+        min(chunk_size, time),
+    )
     return (
         einops.rearrange(outputs, "b t h g v -> b t (h g) v"),
         ungroup_state(state, value_heads // key_heads),

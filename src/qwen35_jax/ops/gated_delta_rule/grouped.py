@@ -16,6 +16,20 @@ class GroupedInputs(NamedTuple):
     beta: Float[Array, "batch time key_heads group"]
 
 
+def grouped_inputs(
+    q: Float[Array, "batch time key_heads key_dim"],
+    k: Float[Array, "batch time key_heads key_dim"],
+    v: Float[Array, "batch time value_heads value_dim"],
+    log_decay: Float[Array, "batch time value_heads"],
+    beta: Float[Array, "batch time value_heads"],
+) -> GroupedInputs:
+    """Inputs with the value heads of each key head as an axis of their own."""
+    heads = q.shape[2]
+    v = einops.rearrange(v, "b t (h g) v -> b t h g v", h=heads)
+    log_decay, beta = (einops.rearrange(x, "b t (h g) -> b t h g", h=heads) for x in (log_decay, beta))
+    return GroupedInputs(q, k, v, log_decay, beta)
+
+
 GroupedState = Float[Array, "batch key_heads key_dim values"]
 """The states of a key head's value heads side by side, values = group * value_dim: one product serves them all."""
 

@@ -15,55 +15,62 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from qwen35_jax.ops.gated_delta_rule.grouped import GroupedInputs, GroupedOutputs, GroupedState
-from qwen35_jax.ops.gated_delta_rule.products import HIGHEST
+from qwen35_jax.ops.gated_delta_rule.products import product, row_dots
+
+State = Float[Array, "batch heads key_dim value_dim"]
 
 
 def token_step(
-    state: Float[Array, "batch key_heads key_dim group value_dim"],
-    q: Float[Array, "batch key_heads key_dim"],
-    k: Float[Array, "batch key_heads key_dim"],
-    v: Float[Array, "batch key_heads group value_dim"],
-    log_decay: Float[Array, "batch key_heads group"],
-    beta: Float[Array, "batch key_heads group"],
-) -> tuple[
-    Float[Array, "batch key_heads key_dim group value_dim"], Float[Array, "batch key_heads group value_dim"]
-]:
-    """Moves the state over one token and reads it: returns `(new state, output)`."""
-    state = state * jnp.exp(log_decay)[:, :, None, :, None]
-    recalled = jnp.einsum("bkd,bkdre->bkre", k, state, precision=HIGHEST)
-    correction = beta[..., None] * (v - recalled)
-    state = state + k[..., None, None] * correction[:, :, None]
-    return state, jnp.einsum("bkd,bkdre->bkre", q, state, precision=HIGHEST)
+    state: State,
+    q: Float[Array, "batch heads key_dim"],
+    k: Float[Array, "batch heads key_dim"],
+    v: Float[Array, "batch heads value_dim"],
+    log_decay: Float[Array, "batch heads"],
+    beta: Float[Array, "batch heads"],
+) -> tuple[State, Float[Array, "batch heads value_dim"]]:
+    """Moves the state over one token and reads it: returns `(new state, output)`.
+
+    Key and query ask the old state together, and the output follows from o = exp(g) S^T q + (k . q) correction. So
+    the state, by far the largest array, is read twice and written once, and nothing else of its size exists.
+    """
+    decay = jnp.exp(log_decay)[..., None]
+    recalled, read = jnp.moveaxis(product(jnp.stack([k, q], axis=2), state), 2, 0)
+    correction = beta[..., None] * (v - decay * recalled)
+    output = decay * read + row_dots(k, q)[..., None] * correction
+    return decay[..., None] * state + k[..., None] * correction[:, :, None], output
 
 
 def recurrent(
-    inputs: GroupedInputs, state: GroupedState, starts: Bool[Array, "batch time"] | None
-) -> tuple[GroupedOutputs, GroupedState]:
+    q: Float[Array, "batch time key_heads key_dim"],
+    k: Float[Array, "batch time key_heads key_dim"],
+    v: Float[Array, "batch time heads value_dim"],
+    log_decay: Float[Array, "batch time heads"],
+    beta: Float[Array, "batch time heads"],
+    state: State,
+    starts: Bool[Array, "batch time"] | None,
+) -> tuple[Float[Array, "batch time heads value_dim"], State]:
     """Walks the tokens one by one.
 
     Args:
-        inputs: tokens, padding already a no-op.
+        q, k, v, log_decay, beta: of tokens of one dtype; padding is a no-op already, all zeros.
         state: the state before the first token.
         starts: true where the state is cleared before the token; None where that never happens.
 
     Returns:
         `(outputs, final_state)`.
     """
+    group = v.shape[2] // k.shape[2]
+    q, k = (einops.repeat(x, "b t h d -> b t (h g) d", g=group) for x in (q, k))
+    tokens = ((q, k, v, log_decay, beta), starts)
 
     def body(state, token):
         inputs, cut = token
         if cut is not None:
-            state = jnp.where(jnp.expand_dims(cut, range(1, state.ndim)), 0, state)
+            state = jnp.where(cut[:, None, None, None], 0, state)
         return token_step(state, *inputs)
 
-    group = inputs.v.shape[3]
-    by_head = einops.rearrange(state, "b h k (g v) -> b h k g v", g=group)
-    if inputs.q.shape[1] == 1:  # decoding: no loop, one small program
-        by_head, output = body(by_head, jax.tree.map(lambda x: x[:, 0], (inputs, starts)))
-        outputs = output[:, None]
-    else:
-        time_first = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (inputs, starts))
-        by_head, outputs = jax.lax.scan(body, by_head, time_first)
-        outputs = jnp.moveaxis(outputs, 0, 1)
-    return outputs, einops.rearrange(by_head, "b h k g v -> b h k (g v)")
+    if q.shape[1] == 1:  # decoding: no loop, one small program
+        state, output = body(state, jax.tree.map(lambda x: x[:, 0], tokens))
+        return output[:, None], state
+    state, outputs = jax.lax.scan(body, state, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), tokens))
+    return jnp.moveaxis(outputs, 0, 1), state
