@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Int
 
 from qwen35_jax.cache import Cache, init_cache
+from qwen35_jax.config import TextConfig
 from qwen35_jax.inference.placement import Placement
 from qwen35_jax.inference.runnable import RunnableModel
 
@@ -24,16 +27,17 @@ def empty_cache(model: RunnableModel, placement: Placement, *, batch: int, capac
         capacity: tokens that each row has room for.
     """
 
-    def empty() -> Cache:
-        dtype = nnx.merge(model.graphdef, model.parameters).dtype
-        return init_cache(model.config.text, batch=batch, capacity=capacity, dtype=dtype)
+    dtype = nnx.merge(model.graphdef, model.parameters).dtype
+    return _maker(model.config.text, batch, capacity, dtype, placement)()
 
-    shapes = jax.eval_shape(empty)
-    return jax.tree.map(
-        lambda shape, sharding: jnp.zeros(shape.shape, shape.dtype, device=sharding),
-        shapes,
-        placement.shardings(shapes),
-    )
+
+@functools.lru_cache(maxsize=32)
+def _maker(
+    config: TextConfig, batch: int, capacity: int, dtype: np.dtype, placement: Placement
+) -> Callable[[], Cache]:
+    """One compiled program instead of an array after the other: a scoring run makes a cache for every few rows."""
+    make = functools.partial(init_cache, config, batch=batch, capacity=capacity, dtype=dtype)
+    return jax.jit(make, out_shardings=placement.shardings(jax.eval_shape(make)))
 
 
 def take_rows(cache: Cache, rows: Int[Array, " new_batch"]) -> Cache:

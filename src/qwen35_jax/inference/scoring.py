@@ -227,14 +227,13 @@ class _Run:
 
     def _wave(self, wave: _Wave) -> Iterator[tuple[int, TokenScores]]:
         capacity = cache_capacity(wave.longest(), self.model.config.text.max_context)
-        sizes = {"batch": self.rows, "capacity": capacity}
         stems = None
         if wave.stems:
-            stems = empty_cache(self.model, self.placement, **sizes)
-            stems, _ = self._read(stems, wave.stems, [np.full_like(stem, NOT_SCORED) for stem in wave.stems])
+            not_scored = [np.full_like(stem, NOT_SCORED) for stem in wave.stems]
+            stems, _ = self._read(self._empty_cache(capacity), wave.stems, not_scored)
         for piece in wave.pieces:
             if stems is None:
-                cache = empty_cache(self.model, self.placement, **sizes)
+                cache = self._empty_cache(capacity)
             else:
                 chosen = np.zeros(self.rows, np.int32)
                 chosen[: len(piece)] = [row.stem for row in piece]
@@ -253,6 +252,9 @@ class _Run:
                     )
                 self.on_scored(row.number, scores)
                 yield row.number, scores
+
+    def _empty_cache(self, capacity: int) -> Cache:
+        return empty_cache(self.model, self.placement, batch=self.rows, capacity=capacity)
 
     def _read(
         self,
