@@ -118,6 +118,7 @@ def _read(file: str, name: str) -> str:
 def _progress(title: str, tokens: int) -> Iterator[Callable[[int, TokenScores], None]]:
     """A bar with the perplexity so far, on a terminal."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     if not sys.stderr.isatty():
@@ -131,7 +132,7 @@ def _progress(title: str, tokens: int) -> Iterator[Callable[[int, TokenScores], 
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(title, total=tokens, so_far="compiling")
+        task = bar.add_task(escape(title), total=tokens, so_far="compiling")
         nats, scored = 0.0, 0
 
         def on_scored(window: int, scores: TokenScores) -> None:
