@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 PREFILL_BUCKETS = (16, 32, 64, 128, 256, 512)
 LEAST_CAPACITY = 512
@@ -42,6 +43,17 @@ def prefill_chunks(length: int, buckets: tuple[int, ...] = PREFILL_BUCKETS) -> l
         chunks.append(Chunk(start, stop, padded))
         start = stop
     return chunks
+
+
+def pieces_between(start: int, stop: int, cuts: Iterable[int], buckets: tuple[int, ...]) -> list[Chunk]:
+    """Pieces of the tokens from `start` to `stop` of a prompt, of which one ends at every cut between them."""
+    ends = sorted({cut for cut in cuts if start < cut < stop} | {stop})
+    pieces = []
+    for end in ends:
+        for piece in prefill_chunks(end - start, buckets):
+            pieces.append(Chunk(start + piece.start, start + piece.stop, piece.padded_length))
+        start = end
+    return pieces
 
 
 def cache_capacity(tokens: int, context: int) -> int:

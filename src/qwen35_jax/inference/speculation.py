@@ -167,7 +167,7 @@ def _draw_while_guesses_hold(
     rows: Rows,
     sampling: Sampling,
     limits: Limits,
-    allowed: Allowed | None,
+    allowed: Allowed | None = None,
 ) -> tuple[Rows, Bool[Array, "batch position"], Emission]:
     """Draws position by position what plain decoding would; a row goes on while its draw is the next guess.
 

@@ -9,16 +9,17 @@ import time
 from collections.abc import Iterator
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from qwen35_jax.errors import CapacityError, NonFiniteError, PromptError, QueueFullError
 from qwen35_jax.inference.engine import AnswerStream, Engine, Request
-from qwen35_jax.inference.engine.engine import compiled_programs
+from qwen35_jax.inference.engine.slot_runner import compiled_programs
 from qwen35_jax.inference.generation import generate
 from qwen35_jax.inference.settings import GenerationSettings
 from qwen35_jax.inference.speculation import Speculation
-from qwen35_jax.model import abstract_model
+from qwen35_jax.model import abstract_model, forward
 from tests.inference.tiny_model import VOCABULARY, TinyModel, ascii_tokenizer, tiny_model
 from tests.small_text_model import FULL, LINEAR, draw, small_config
 
@@ -262,3 +263,59 @@ def test_b36_speculating_slots_give_the_answers_of_plain_decoding():
         found = [stream.result(timeout=120) for stream in streams]
     assert [each.tokens for each in found] == [alone(model, each) for each in requests]
     assert all(each.tokens_per_pass >= 1 for each in found if len(each.tokens) > 1)
+
+
+class OnlyMultiples:
+    """A grammar of token ids: a multiple of 3 comes after one of 5 and the other way round."""
+
+    def __init__(self) -> None:
+        self.accepted: list[int] = []
+
+    def allowed(self) -> np.ndarray:
+        factor = 5 if len(self.accepted) % 2 else 3
+        bits = np.zeros(VOCABULARY // 32 + 1, np.uint32)
+        for token in range(factor, VOCABULARY, factor):
+            bits[token // 32] |= np.uint32(1 << token % 32)
+        return bits
+
+    def accept(self, token: int) -> None:
+        self.accepted.append(token)
+
+
+def test_a_grammar_decides_every_token_and_disturbs_nobody(tiny, engine):
+    before = compiled_programs()
+    grammar = OnlyMultiples()
+    asked = Request(prompt(40, seed=5), GenerationSettings(max_new_tokens=7))
+    others = some_requests(6, seed=9)
+    streams = [engine.submit(each) for each in others[:3]]
+    constrained = engine.submit(dataclasses.replace(asked, constraint=grammar))
+    streams += [engine.submit(each) for each in others[3:]]
+    found = constrained.result(timeout=120)
+    # The same by hand: all tokens that the grammar leaves, the most likely one of them, and again.
+    expected, oracle = [], OnlyMultiples()
+    for _ in range(7):
+        tokens = jnp.array([[*asked.prompt, *expected]])
+        logits = forward(tiny.graphdef, tiny.parameters, tokens, rematerialize=False)[0, -1]
+        factor = 5 if len(oracle.accepted) % 2 else 3
+        expected.append(int(max(range(factor, VOCABULARY, factor), key=lambda token: logits[token])))
+        oracle.accept(expected[-1])
+    assert list(found.tokens) == expected == grammar.accepted
+    assert [stream.result(timeout=120).tokens for stream in streams] == [alone(tiny, each) for each in others]
+    assert compiled_programs() == before
+
+
+def test_a_grammar_that_fails_ends_its_own_request_only(tiny, engine):
+    class Failing(OnlyMultiples):
+        def accept(self, token: int) -> None:
+            super().accept(token)
+            if len(self.accepted) == 3:
+                raise PromptError("the grammar is at its end")
+
+    asked = Request(prompt(4), GenerationSettings(max_new_tokens=9))
+    stream = engine.submit(dataclasses.replace(asked, constraint=Failing()))
+    beside = request(9, 12, seed=1)
+    other = engine.submit(beside)
+    with pytest.raises(PromptError, match="at its end"):
+        stream.result(timeout=60)
+    assert other.result(timeout=60).tokens == alone(tiny, beside)
+    wait_until_idle(engine)

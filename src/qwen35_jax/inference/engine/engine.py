@@ -3,43 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import secrets
 import threading
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from qwen35_jax.errors import NonFiniteError, PromptError, QueueFullError
+from qwen35_jax.errors import PromptError, QueueFullError, Qwen35Error
 from qwen35_jax.inference.answer import Answer
-from qwen35_jax.inference.buckets import PREFILL_BUCKETS, Chunk, prefill_chunks
-from qwen35_jax.inference.engine.memory import MemoryPlan, plan_memory
+from qwen35_jax.inference.buckets import PREFILL_BUCKETS, Chunk, pieces_between
+from qwen35_jax.inference.engine.memory import MemoryPlan, plan_memory, prefix_cache_budget
+from qwen35_jax.inference.engine.prefix_cache import BLOCK, PrefixCache, PrefixCacheStatistics
 from qwen35_jax.inference.engine.request import AnswerStream, Request
 from qwen35_jax.inference.engine.scheduler import Scheduler
-from qwen35_jax.inference.engine.slots import (
-    Slots,
-    Tenant,
-    decode_slots,
-    empty_slots,
-    occupy,
-    prefill_slot,
-    start_slot,
-)
+from qwen35_jax.inference.engine.slot_runner import Place, SlotRunner, compiled_programs, tree_bytes
+from qwen35_jax.inference.engine.snapshots import Block, Snapshot
+from qwen35_jax.inference.engine.ticket import Ticket, ticket_for
 from qwen35_jax.inference.placement import Placement
-from qwen35_jax.inference.prompts import check_prompt
-from qwen35_jax.inference.rows import (
-    STOP_ID_SLOTS,
-    Allowed,
-    Emission,
-    drawable_vocabulary,
-    fresh_rows,
-    limits_of,
-    part_of,
-)
+from qwen35_jax.inference.rows import Emission, drawable_vocabulary, part_of
 from qwen35_jax.inference.runnable import RunnableModel
-from qwen35_jax.inference.sampling import stack_settings
 from qwen35_jax.inference.settings import GenerationSettings
 from qwen35_jax.inference.speculation import Speculation, require_head
 from qwen35_jax.inference.tokenizer import Tokenizer
@@ -74,6 +56,7 @@ class EngineStatistics:
         cached_tokens: of prompts, those that were remembered and did not have to be consumed.
         generated_tokens: drawn.
         compiled_programs: how many the engine has compiled; it stays as it is after the warm-up.
+        prefix_cache: see there.
     """
 
     slots: int
@@ -87,29 +70,15 @@ class EngineStatistics:
     cached_tokens: int
     generated_tokens: int
     compiled_programs: int
-
-
-@dataclasses.dataclass
-class _Ticket:
-    """A request on its way through the engine."""
-
-    request: Request
-    stream: AnswerStream
-    answer: Answer
-    chunks: Sequence[Chunk]
-
-    @property
-    def cancelled(self) -> bool:
-        return self.stream.cancelled
+    prefix_cache: PrefixCacheStatistics
 
 
 @dataclasses.dataclass(frozen=True)
-class _Drawn:
-    """Emissions that the device is still computing, and who was in the slots when it began."""
+class _Work:
+    """Something that the device is still computing, and what to do with it."""
 
-    emissions: Emission
-    tenants: list[tuple[int, _Ticket]]
-    is_block: bool
+    outputs: Any
+    deliver: Callable[[Any], None]
 
 
 class Engine:
@@ -123,11 +92,14 @@ class Engine:
         model: from `qwen35_jax.checkpoint.load`.
         tokenizer: of the model; needed for text, and for stop strings.
         slots: requests that run at the same time.
-        context: tokens that each slot has room for, prompt and answer together; by default up to 8,192, as the
-            device's memory and the model's own context allow.
+        context: tokens that each slot has room for, prompt and answer together; by default as many as the device's
+            memory and the model's own context allow, up to 32,768.
         prefill_tokens: tokens of a prompt that are consumed in one piece, one of `PREFILL_BUCKETS`.
         queue_limit: requests that may wait; one more is refused.
         speculation: see `generate`.
+        prefix_cache_bytes: how much may be remembered of prompts and answers, so that later prompts that begin alike
+            go on from there; 0 remembers nothing. By default a tenth of the free memory of the place.
+        prefix_cache_place: the memory of the host, or that of the device.
 
     Raises:
         PromptError: a number is out of range, or speculation is asked of a model without the head.
@@ -144,37 +116,50 @@ class Engine:
         prefill_tokens: int = 256,
         queue_limit: int = 64,
         speculation: Speculation | None = None,
+        prefix_cache_bytes: int | None = None,
+        prefix_cache_place: Place = "host",
     ):
         for name, value in (("slots", slots), ("queue_limit", queue_limit)):
             if value < 1:
                 raise PromptError(f"{name} is {value}, expected at least 1")
+        if prefix_cache_bytes is not None and prefix_cache_bytes < 0:
+            raise PromptError(f"prefix_cache_bytes is {prefix_cache_bytes}, expected at least 0")
+        if prefix_cache_place not in ("host", "device"):
+            raise PromptError(f"prefix_cache_place is {prefix_cache_place!r}, expected 'host' or 'device'")
         if prefill_tokens not in PREFILL_BUCKETS:
             raise PromptError(f"prefill_tokens is {prefill_tokens}, expected one of {PREFILL_BUCKETS}")
         if speculation is not None:
             require_head(model.parameters)
-        self._model = model
+        self._vocab_size = model.config.text.vocab_size
         self._tokenizer = tokenizer
-        self._buckets = tuple(bucket for bucket in PREFILL_BUCKETS if bucket <= prefill_tokens)
-        self._placement = Placement.beside(model.parameters)
-        self._static = model.graphdef, self._placement, model.parameters
+        # Every other length: half as many programs, for a little more padding.
+        self._buckets = PREFILL_BUCKETS[PREFILL_BUCKETS.index(prefill_tokens) :: -2][::-1]
+        placement = Placement.beside(model.parameters)
         self.memory: MemoryPlan = plan_memory(
-            model, slots=slots, context=context, speculation=speculation, placement=self._placement
+            model, slots=slots, context=context, speculation=speculation, placement=placement
         )
-        self._drawable = drawable_vocabulary(model.config.text.vocab_size, tokenizer)
-        self._slots: Slots = empty_slots(
+        if prefix_cache_bytes is None:
+            prefix_cache_bytes = prefix_cache_budget(prefix_cache_place, placement)
+        self._prefixes: PrefixCache[Block, Snapshot] = PrefixCache(prefix_cache_bytes, tree_bytes)
+        self._runner = SlotRunner(
             model,
-            self._placement,
+            placement,
             slots=slots,
-            capacity=self.memory.context,
-            drawable=self._drawable,
+            context=self.memory.context,
+            drawable=drawable_vocabulary(self._vocab_size, tokenizer),
             speculation=speculation,
+            keep_prefixes=prefix_cache_place,
         )
-        self._scheduler: Scheduler[_Ticket] = Scheduler(slots, queue_limit)
+        self._scheduler: Scheduler[Ticket] = Scheduler(slots, queue_limit)
         self._changed = threading.Condition()
         self._closing = False
         self._broken: BaseException | None = None
         self._counts: dict[str, int] = dict.fromkeys(COUNTED, 0)
-        self._warm_up()
+        self._runner.warm_up(
+            Request((0,), GenerationSettings(max_new_tokens=1)),
+            self._buckets,
+            (PASSES_BESIDE_PREFILL, PASSES_IN_A_BLOCK),
+        )
         self._thread = threading.Thread(target=self._run, name="qwen35-engine", daemon=True)
         self._thread.start()
 
@@ -190,7 +175,14 @@ class Engine:
             QueueFullError: too many requests wait already.
             RuntimeError: the engine is closed, or broke.
         """
-        ticket = self._ticket(request, notify)
+        ticket = ticket_for(
+            request,
+            vocab_size=self._vocab_size,
+            context=self.memory.context,
+            tokenizer=self._tokenizer,
+            wake=self._wake,
+            notify=notify,
+        )
         with self._changed:
             if self._broken is not None:
                 raise RuntimeError("the engine broke and takes no more requests") from self._broken
@@ -200,7 +192,7 @@ class Engine:
                 raise QueueFullError(
                     f"{self._scheduler.queued} requests are waiting already, and no more may: try again later"
                 )
-            ticket.stream.number = ticket.answer.row = self._counts["submitted"]
+            ticket.number(self._counts["submitted"])
             self._counts["submitted"] += 1
             self._scheduler.add(ticket)
             self._changed.notify_all()
@@ -213,6 +205,7 @@ class Engine:
                 occupied=self._scheduler.occupied,
                 queued=self._scheduler.queued,
                 compiled_programs=compiled_programs(),
+                prefix_cache=self._prefixes.statistics(),
                 **self._counts,
             )
 
@@ -236,150 +229,153 @@ class Engine:
     def __exit__(self, kind: object, *_: object) -> None:
         self.close(finish=kind is None)
 
-    def _ticket(self, request: Request, notify: Callable[[], None] = lambda: None) -> _Ticket:
-        prompt, settings = check_prompt(
-            "the prompt",
-            request.prompt,
-            request.settings,
-            vocab_size=self._model.config.text.vocab_size,
-            context=self.memory.context,
-            whose="this engine's context",
-            tokenizer=self._tokenizer,
-        )
-        assert settings.max_new_tokens is not None
-        if settings.stop and self._tokenizer is None:
-            raise PromptError("stop strings need a tokenizer, and this engine was made without one")
-        if len(request.stop_ids) > STOP_ID_SLOTS:
-            raise PromptError(f"{len(request.stop_ids)} stop ids, expected at most {STOP_ID_SLOTS}")
-        stream = AnswerStream(-1, self._wake, notify)
-        seed = secrets.randbits(32) if settings.seed is None else settings.seed
-        stop_ids = () if settings.ignore_eos else request.stop_ids
-        answer = Answer(
-            prompt,
-            settings,
-            seed=seed,
-            tokenizer=self._tokenizer,
-            stop_ids=stop_ids,
-            listener=stream.put,
-            row=-1,
-        )
-        request = Request(tuple(prompt), settings, stop_ids)
-        return _Ticket(request, stream, answer, prefill_chunks(len(prompt), self._buckets))
-
     def _wake(self) -> None:
         with self._changed:
             self._changed.notify_all()
 
     def _run(self) -> None:
         """The engine's thread."""
-        drawn: list[_Drawn] = []
+        under_way: list[_Work] = []
         try:
             while True:
-                if not drawn:
+                if not under_way:
                     with self._changed:
                         self._changed.wait_for(lambda: self._closing or not self._scheduler.idle)
                         if self._scheduler.idle:
                             return
+                if self._grammars_wait():
+                    self._receive(under_way)
+                    under_way = []
                 # The device gets its next work before the host looks at what came of the last.
                 started = self._round()
-                for each in drawn:
-                    self._receive(each)
-                drawn = started
+                self._receive(under_way)
+                under_way = started
         except BaseException as error:
             self._break(error)
 
-    def _round(self) -> list[_Drawn]:
+    def _grammars_wait(self) -> bool:
+        """Whether a grammar has to hear of the last token before it can tell the next."""
+        with self._changed:
+            return any(ticket.request.constraint is not None for _, ticket in self._scheduler.decoding())
+
+    def _round(self) -> list[_Work]:
         """Hands the device one round of work."""
         with self._changed:
             for ticket in self._scheduler.drop_cancelled():
                 self._finish(ticket, "cancelled")
             admitted = list(self._scheduler.admit())
+        for slot, ticket in admitted:
+            self._admit(slot, ticket)
+        with self._changed:
             piece = self._scheduler.next_piece()
             decoding = self._scheduler.decoding()
             consuming = self._scheduler.consuming()
-        for slot, ticket in admitted:
-            self._slots = occupy(self._placement, self._slots, jnp.int32(slot), self._tenant(ticket))
-        drawn = []
+        started = []
         if piece is not None:
-            drawn += self._consume(*piece)
+            started += self._consume(*piece)
         if decoding:
-            drawn.append(self._decode(decoding, PASSES_BESIDE_PREFILL if consuming else PASSES_IN_A_BLOCK))
-        return drawn
+            started += self._decode(decoding, beside_prefill=consuming)
+        return started
 
-    def _tenant(self, ticket: _Ticket) -> Tenant:
-        request, text = ticket.request, self._model.config.text
-        return Tenant(
-            rows=fresh_rows([request.prompt], text.vocab_size, active=[False]),
-            sampling=stack_settings([request.settings], [ticket.answer.seed]),
-            limits=limits_of(
-                [request.settings],
-                [request.stop_ids],
-                vocab_size=text.vocab_size,
-                drawable=self._drawable,
-                pad_id=text.pad_token_id or 0,
-            ),
-        )
+    def _admit(self, slot: int, ticket: Ticket) -> None:
+        """Lets a request into a slot, and finds out how much of its prompt has to be consumed."""
+        prompt = ticket.request.prompt
+        self._runner.occupy(slot, ticket.request, ticket.answer.seed)
+        start, cuts = 0, set()
+        if self._prefixes.keeps_anything:
+            hit = self._prefixes.find(prompt)
+            if hit is not None:
+                self._runner.restore(slot, hit)
+                start = ticket.answer.cached_tokens = hit.length
+                self._count(cached_tokens=start)
+            # Pieces end where a snapshot is worth most.
+            cuts = {self._prefixes.parting(prompt), len(prompt) // BLOCK * BLOCK}
+        ticket.chunks = pieces_between(start, len(prompt), cuts, self._buckets)
 
-    def _consume(self, slot: int, ticket: _Ticket, chunk: Chunk) -> list[_Drawn]:
+    def _consume(self, slot: int, ticket: Ticket, chunk: Chunk) -> list[_Work]:
         """Consumes a piece of a prompt, and after the last one draws the first token."""
-        tokens = np.zeros((1, chunk.padded_length), np.int32)
-        piece = ticket.request.prompt[chunk.start : chunk.stop]
-        tokens[0, : len(piece)] = piece
-        segment_ids = (np.arange(chunk.padded_length) < len(piece)).astype(np.int32)[None]
-        where = jnp.int32(slot)
-        self._slots, _ = prefill_slot(*self._static, self._slots, where, tokens, segment_ids)
-        self._count(prompt_tokens=len(piece))
+        prompt = ticket.request.prompt
+        consumed = self._runner.consume(slot, prompt[chunk.start : chunk.stop], chunk.padded_length)
+        self._count(prompt_tokens=chunk.stop - chunk.start)
+        if chunk.stop % BLOCK == 0:
+            self._runner.remember(self._prefixes, slot, prompt[: chunk.stop])
         if chunk != ticket.chunks[-1]:
+            # Waited for like a draw: pieces handed over all at once would hold up whoever comes next.
+            return [_Work(consumed, lambda _: None)]
+        try:
+            emission = self._runner.start(slot, ticket.request.constraint)
+        except Qwen35Error as error:
+            self._fail(slot, ticket, error)
+            return [_Work(consumed, lambda _: None)]
+        return [
+            _Work(
+                emission,
+                lambda drawn: self._take(slot, ticket, lambda answer: answer.take(part_of(drawn, 0))),
+            )
+        ]
+
+    def _decode(self, tenants: list[tuple[int, Ticket]], *, beside_prefill: bool) -> list[_Work]:
+        """A block of decoding for these slots."""
+        constraints = {slot: grammar for slot, ticket in tenants if (grammar := ticket.request.constraint)}
+        # A grammar that has not seen the first token yet cannot tell the second.
+        tenants = [
+            (slot, ticket) for slot, ticket in tenants if slot not in constraints or ticket.answer.tokens
+        ]
+        if not tenants:
             return []
-        self._slots, emission = start_slot(*self._static, self._slots, where, self._all_allowed(1))
-        return [_Drawn(emission, [(slot, ticket)], is_block=False)]
-
-    def _decode(self, tenants: list[tuple[int, _Ticket]], passes: int) -> _Drawn:
-        keep = np.zeros(self.memory.slots, bool)
-        for slot, ticket in tenants:
-            keep[slot] = ticket.answer.reason is None
-        self._slots, emissions = decode_slots(
-            *self._static, self._slots, keep, self._all_allowed(self.memory.slots), steps=passes
+        one_pass = beside_prefill or bool(constraints)
+        emissions, rows = self._runner.decode(
+            {slot: ticket.answer.reason is None for slot, ticket in tenants},
+            {slot: constraints[slot] for slot, _ in tenants if slot in constraints},
+            passes=PASSES_BESIDE_PREFILL if one_pass else PASSES_IN_A_BLOCK,
         )
-        return _Drawn(emissions, tenants, is_block=True)
 
-    def _receive(self, drawn: _Drawn) -> None:
-        """Takes what was drawn into the answers, and frees the slots of those that have ended."""
-        emissions = jax.device_get(drawn.emissions)
-        for slot, ticket in drawn.tenants:
-            if ticket.stream.finished:
-                continue
-            before = len(ticket.answer.tokens)
-            try:
-                if drawn.is_block:
-                    for each_pass in range(emissions.token.shape[0]):
-                        ticket.answer.take_pass(part_of(emissions, each_pass, slice(None), slot))
-                else:
-                    ticket.answer.take(part_of(emissions, 0))
-            except NonFiniteError as error:
-                self._free(slot, ticket)
-                self._fail(ticket, error)
-            self._count(generated_tokens=len(ticket.answer.tokens) - before)
-            if ticket.answer.reason is not None:
-                self._free(slot, ticket)
-                self._finish(ticket, "finished")
+        def deliver(drawn: Emission) -> None:
+            for slot, ticket in tenants:
+                passes = [part_of(drawn, each, slice(None), rows[slot]) for each in range(len(drawn.token))]
+                self._take(slot, ticket, lambda answer, passes=passes: [*map(answer.take_pass, passes)])
 
-    def _all_allowed(self, rows: int) -> Allowed:
-        words = -(-self._model.config.text.vocab_size // 32)
-        bits = np.full((rows, words), np.iinfo(np.uint32).max, np.uint32)
-        return self._placement.put(Allowed(jnp.asarray(bits), jnp.zeros(rows, bool)))
+        return [_Work(emissions, deliver)]
 
-    def _free(self, slot: int, ticket: _Ticket) -> None:
+    def _receive(self, under_way: list[_Work]) -> None:
+        for work in under_way:
+            work.deliver(jax.device_get(work.outputs))
+
+    def _take(self, slot: int, ticket: Ticket, take: Callable[[Answer], Any]) -> None:
+        """Lets an answer take what was drawn for it, and frees its slot if that has ended it."""
+        answer, constraint = ticket.answer, ticket.request.constraint
+        if ticket.stream.finished:
+            return
+        before = len(answer.tokens)
+        try:
+            take(answer)
+            if constraint is not None:
+                for token in answer.tokens[before:]:
+                    constraint.accept(token)
+        except Qwen35Error as error:  # a model that gives NaN, a grammar that grows too large
+            self._fail(slot, ticket, error)
+        self._count(generated_tokens=len(answer.tokens) - before)
+        if answer.reason is None or ticket.stream.finished:
+            return
+        if not answer.text.stopped:
+            # The row ended on the device, which has consumed all but the last token. (At a stop string it went on.)
+            self._runner.remember(self._prefixes, slot, answer.prompt + tuple(answer.tokens[:-1]))
+        self._free(slot, ticket)
+        self._finish(ticket, "finished")
+
+    def _free(self, slot: int, ticket: Ticket) -> None:
         with self._changed:
             self._scheduler.free(slot, ticket)
 
-    def _finish(self, ticket: _Ticket, how: Literal["finished", "cancelled"]) -> None:
+    def _finish(self, ticket: Ticket, how: Literal["finished", "cancelled"]) -> None:
         if ticket.answer.reason is None:
             ticket.answer.end("cancelled")
         self._count(**{how: 1})
         ticket.stream.finish(ticket.answer.generation())
 
-    def _fail(self, ticket: _Ticket, error: BaseException) -> None:
+    def _fail(self, slot: int, ticket: Ticket, error: BaseException) -> None:
+        """Ends one request by an error."""
+        self._free(slot, ticket)
         self._count(failed=1)
         ticket.stream.finish(error)
 
@@ -392,37 +388,10 @@ class Engine:
         for ticket in tickets:
             broke = RuntimeError(f"the engine broke while this request was on its way: {error}")
             broke.__cause__ = error
-            self._fail(ticket, broke)
+            self._count(failed=1)
+            ticket.stream.finish(broke)
 
     def _count(self, **more: int) -> None:
         with self._changed:
             for name, value in more.items():
                 self._counts[name] += value
-
-    def _warm_up(self) -> None:
-        """Compiles every program, on a request that nobody asked for."""
-        vocabulary = self._model.config.text.vocab_size
-        settings = GenerationSettings(max_new_tokens=1)
-        for bucket in self._buckets:
-            tokens = tuple(token % vocabulary for token in range(bucket))
-            ticket = dataclasses.replace(
-                self._ticket(Request(tokens[: self.memory.context - 1], settings)),
-                chunks=[Chunk(0, bucket, bucket)],
-            )
-            self._slots = occupy(self._placement, self._slots, jnp.int32(0), self._tenant(ticket))
-            self._consume(0, ticket, ticket.chunks[0])
-        for passes in (PASSES_BESIDE_PREFILL, PASSES_IN_A_BLOCK):
-            nobody = np.zeros(self.memory.slots, bool)
-            self._slots, _ = decode_slots(
-                *self._static, self._slots, nobody, self._all_allowed(self.memory.slots), steps=passes
-            )
-        self._counts = dict.fromkeys(COUNTED, 0)
-
-
-def compiled_programs() -> int:
-    """Programs that engines of this process have compiled."""
-    # JAX has no public way to ask a jitted function for the number of its programs.
-    return sum(
-        program._cache_size()  # pyright: ignore[reportAttributeAccessIssue]
-        for program in (occupy, prefill_slot, start_slot, decode_slots)
-    )

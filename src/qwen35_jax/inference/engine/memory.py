@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -18,8 +18,11 @@ SHARE = 0.6
 """Of the free memory, what slots may take. The rest is for activations, and for what else runs there."""
 
 LEAST_CONTEXT = 512
-USUAL_CONTEXT = 8192
-"""Of a slot, where nothing is asked for: what most requests fit into. Consuming a piece of a prompt copies its slot."""
+USUAL_CONTEXT = 32768
+"""Of a slot, where nothing is asked for: what most requests fit into."""
+
+PREFIX_CACHE_SHARE = 0.1
+"""Of the free memory, what remembered prefixes may take where nothing is asked for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +61,7 @@ def plan_memory(
         model: that will run in them; its parameters are on the device already.
         slots: how many.
         context: tokens that each is to have room for; None takes as many as fit, in powers of two, up to the model's
-            and to 8,192.
+            and to 32,768.
         speculation: see `generate`.
         placement: of the parameters.
 
@@ -95,10 +98,21 @@ def plan_memory(
     return chosen
 
 
+def prefix_cache_budget(place: Literal["host", "device"], placement: Placement) -> int:
+    """Bytes for remembered prefixes, where nothing is asked for: a share of what is free in their place."""
+    devices = placement.whole.device_set
+    free = _free_host_bytes() if place == "host" else _free_bytes(next(iter(devices)))
+    return int(PREFIX_CACHE_SHARE * (free or 0) * (1 if place == "host" else len(devices)))
+
+
+def _free_host_bytes() -> int:
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def _free_bytes(device: Any) -> int | None:
     """What a device has left; on a CPU, what the machine has."""
     if device.platform == "cpu":
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return _free_host_bytes()
     statistics = device.memory_stats()
     if not statistics or "bytes_limit" not in statistics:
         return None
