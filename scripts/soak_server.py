@@ -32,6 +32,9 @@ import httpx
 
 POOL = 48
 CONTEXT = 1024
+PREFIX_CACHE_BYTES = 64 * 2**20
+"""Less than the pool's prefixes take, so that memory is full early and some have to make room."""
+
 LEAVES = 0.3
 """Share of the requests whose client does not wait for the end."""
 
@@ -233,6 +236,10 @@ async def soak(address: str, seconds: float, clients: int, seed: int) -> dict[st
         "slots_occupied_at_end": after["qwen35_slots_occupied"],
         "queued_at_end": after["qwen35_queued_requests"],
         "programs_compiled": after["qwen35_compiled_programs"] - before["qwen35_compiled_programs"],
+        "prefix_cache_hits": after["qwen35_prefix_cache_hits_total"]
+        - before["qwen35_prefix_cache_hits_total"],
+        "prefixes_evicted": after["qwen35_prefix_cache_evicted_total"],
+        "prefix_cache_mib": after["qwen35_prefix_cache_held_bytes"] / 2**20,
         "memory_mib_second_quarter": second / 2**20,
         "memory_mib_last_quarter": last / 2**20,
         "memory_growth": last / second - 1,
@@ -258,6 +265,7 @@ def faults(figures: dict[str, Any]) -> list[str]:
 def server(slots: int, queue: int) -> Iterator[str]:
     """A server of the built-in model, and its address."""
     options = f"--port 0 --slots {slots} --queue {queue} --context {CONTEXT} --prefill-tokens 128".split()
+    options += ["--prefix-cache-bytes", str(PREFIX_CACHE_BYTES)]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         with log.open("wb") as output:

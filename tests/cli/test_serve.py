@@ -42,6 +42,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *options: str) -> str:
         (["--queue", "0"], "--queue is 0"),
         (["--context", "1"], "--context is 1, expected 2 to 2048"),
         (["--context", "4096"], "--context is 4096, expected 2 to 2048"),
+        (["--prefix-cache-bytes", "-1"], "--prefix-cache-bytes is -1"),
         (["--prefill-tokens", "100"], "--prefill-tokens is 100, expected one of 16"),
         (["--max-body-bytes", "0"], "--max-body-bytes is 0"),
         (["--speculate", "9"], "9"),
@@ -96,7 +97,7 @@ def test_a_signal_lets_it_finish_what_runs_and_a_second_one_does_not(tmp_path, c
     options += ["--api-key-file", str(tmp_path / "key")]
     with ServedProcess(*options, environment=compiled_once) as server:
         assert re.fullmatch(
-            r"qwen35: house/model is served at http://127\.0\.0\.1:\d+ \(1 slots of 2048 tokens, .*",
+            r"qwen35: house/model is served at http://127\.0\.0\.1:\d+ \(.* 1 slots of 2048 tokens take .*",
             server.lines[-1],
         )
         asked = {

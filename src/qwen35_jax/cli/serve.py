@@ -61,7 +61,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--context",
         type=int,
         metavar="N",
-        help="tokens that a prompt and its answer have together (default: up to 8192, as memory allows)",
+        help="tokens that a prompt and its answer have together (default: up to 32768, as memory allows)",
     )
     engine.add_argument(
         "--prefill-tokens",
@@ -72,6 +72,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     engine.add_argument(
         "--queue", type=int, default=64, metavar="N", help="requests that may wait for a slot (default 64)"
+    )
+    engine.add_argument(
+        "--prefix-cache-bytes",
+        type=int,
+        metavar="N",
+        help="how much may be remembered of prompts and answers, for requests that begin alike; 0 remembers nothing "
+        "(default: a tenth of the free memory)",
     )
     add_speculation_option(engine)
 
@@ -116,6 +123,7 @@ def run(args: argparse.Namespace) -> int:
             prefill_tokens=args.prefill_tokens,
             queue_limit=args.queue,
             speculation=drafting,
+            prefix_cache_bytes=args.prefix_cache_bytes,
         )
         app = create_app(
             engine,
@@ -127,10 +135,11 @@ def run(args: argparse.Namespace) -> int:
         )
 
         def tell_address() -> None:
-            memory = engine.memory
+            memory, remembered = engine.memory, engine.statistics().prefix_cache.budget
             _note(
-                f"{served.name} is served at {address_of(listener)} ({memory.slots} slots of {memory.context} "
-                f"tokens, {memory.bytes / 2**20:.0f} MiB; the API is at {address_of(listener)}/v1)"
+                f"{served.name} is served at {address_of(listener)} (the API at {address_of(listener)}/v1; "
+                f"{memory.slots} slots of {memory.context} tokens take {memory.bytes / 2**20:.0f} MiB, "
+                f"remembered prefixes up to {remembered / 2**20:.0f} MiB)"
             )
             if api_key is None and not is_local(listener):
                 _note(
@@ -168,6 +177,8 @@ def _check_numbers(args: argparse.Namespace, config: ModelConfig) -> None:
         if getattr(args, name) < 1:
             option = name.replace("_", "-")
             raise PromptError(f"--{option} is {getattr(args, name)}, expected at least 1")
+    if args.prefix_cache_bytes is not None and args.prefix_cache_bytes < 0:
+        raise PromptError(f"--prefix-cache-bytes is {args.prefix_cache_bytes}, expected at least 0")
     if args.prefill_tokens not in PREFILL_BUCKETS:
         choices = ", ".join(map(str, PREFILL_BUCKETS))
         raise PromptError(f"--prefill-tokens is {args.prefill_tokens}, expected one of {choices}")

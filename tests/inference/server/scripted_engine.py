@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 from qwen35_jax.errors import QueueFullError
 from qwen35_jax.inference.engine import AnswerStream, EngineStatistics, Request
+from qwen35_jax.inference.engine.prefix_cache import PrefixCacheStatistics
 from qwen35_jax.inference.results import FinishReason, Generation, TokenEvent, TokenLogprob
 from qwen35_jax.inference.streaming import AnswerText
 from qwen35_jax.inference.tokenizer import Tokenizer
@@ -79,6 +80,7 @@ class ScriptedEngine:
             cached_tokens=0,
             generated_tokens=0,
             compiled_programs=5,
+            prefix_cache=PrefixCacheStatistics(budget=9, held=7, snapshots=2, hits=3, misses=4, evicted=6),
         )
 
     def _draw(self, number: int) -> None:

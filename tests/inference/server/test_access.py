@@ -101,6 +101,9 @@ def test_metrics_count_requests_by_endpoint_and_status_and_show_the_engine(clien
     assert found[f'qwen35_request_duration_seconds_count{{endpoint="{CHAT}"}}'] == "3.0"
     assert found["qwen35_compiled_programs"] == "5.0" and found["qwen35_slots"] == "4.0"
     assert found["qwen35_submitted_requests_total"] == "2.0"
+    assert (
+        found["qwen35_prefix_cache_held_bytes"] == "7.0" and found["qwen35_prefix_cache_hits_total"] == "3.0"
+    )
     assert float(found["process_resident_memory_bytes"]) > 0
 
 

@@ -25,6 +25,16 @@ _COUNTERS = {
     "cached_tokens": ("qwen35_cached_tokens", "Tokens of prompts that were remembered"),
     "generated_tokens": ("qwen35_generated_tokens", "Tokens drawn"),
 }
+_PREFIX_GAUGES = {
+    "budget": ("qwen35_prefix_cache_budget_bytes", "What remembered prefixes may take"),
+    "held": ("qwen35_prefix_cache_held_bytes", "What remembered prefixes take"),
+    "snapshots": ("qwen35_prefix_cache_snapshots", "Prefixes that can be gone on from"),
+}
+_PREFIX_COUNTERS = {
+    "hits": ("qwen35_prefix_cache_hits", "Prompts that went on from a remembered prefix"),
+    "misses": ("qwen35_prefix_cache_misses", "Prompts that were consumed from their start"),
+    "evicted": ("qwen35_prefix_cache_evicted", "Prefixes that had to make room"),
+}
 _OUTCOMES = ("finished", "cancelled", "failed")
 
 
@@ -83,10 +93,14 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         now: EngineStatistics = self._engine.statistics()
-        for field, (name, what) in _GAUGES.items():
-            yield GaugeMetricFamily(name, what, value=getattr(now, field))
-        for field, (name, what) in _COUNTERS.items():
-            yield CounterMetricFamily(name, what, value=getattr(now, field))
+        for part, gauges, counters in (
+            (now, _GAUGES, _COUNTERS),
+            (now.prefix_cache, _PREFIX_GAUGES, _PREFIX_COUNTERS),
+        ):
+            for field, (name, what) in gauges.items():
+                yield GaugeMetricFamily(name, what, value=getattr(part, field))
+            for field, (name, what) in counters.items():
+                yield CounterMetricFamily(name, what, value=getattr(part, field))
         yield CounterMetricFamily("qwen35_submitted_requests", "Requests taken on", value=now.submitted)
         ended = CounterMetricFamily("qwen35_ended_requests", "Requests that have ended", labels=["outcome"])
         for outcome in _OUTCOMES:
