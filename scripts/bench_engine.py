@@ -40,6 +40,7 @@ ROWS = 8
 NEW_TOKENS = 64
 LONG_PROMPT = 4000
 PIECE = 256
+SHARED_PROMPT, QUESTION = 1024, 32
 
 
 def random_model(name: str) -> Any:
@@ -106,14 +107,15 @@ def bench_overhead(engine: Engine) -> dict[str, Any]:
     """A pass of the engine against the same program called in a loop on the same slots."""
     in_engine = statistics.median(seconds_per_pass(engine, ROWS) for _ in range(3))
     engine.close()
-    slots = engine._slots
+    runner = engine._runner
+    slots, keep, allowed = runner._slots, np.ones(ROWS, bool), runner._anything[ROWS]
     rows = slots.rows._replace(active=jnp.ones(ROWS, bool), step=jnp.zeros(ROWS, jnp.int32))
     limits = slots.limits._replace(max_new_tokens=jnp.full(ROWS, 10_000))
-    slots, keep = slots._replace(rows=rows, limits=limits), np.ones(ROWS, bool)
+    slots = slots._replace(rows=rows, limits=limits)
     times = []
     for _ in range(1 + NEW_TOKENS // PASSES_IN_A_BLOCK):
         start = time.perf_counter()
-        slots, emissions = decode_slots(*engine._static, slots, keep, steps=PASSES_IN_A_BLOCK)
+        slots, emissions = decode_slots(*runner._static, slots, keep, allowed, steps=PASSES_IN_A_BLOCK)
         jax.block_until_ready(emissions)
         times.append((time.perf_counter() - start) / PASSES_IN_A_BLOCK)
     bare = statistics.median(times[1:])
@@ -123,6 +125,26 @@ def bench_overhead(engine: Engine) -> dict[str, Any]:
         "peer": "the program",
         "peer_seconds": bare,
         "ratio": in_engine / bare,
+    }
+
+
+def bench_prefix(engine: Engine) -> dict[str, Any]:
+    """The first token of a prompt of which 1,024 tokens are remembered, against one of which nothing is."""
+    cold, warm = [], []
+    for seed in range(3):
+        shared = request(SHARED_PROMPT, 1, 100 + seed).prompt
+        for found, last in ((cold, 1), (warm, 2)):
+            prompt = (*shared, *request(QUESTION, 1, last).prompt)
+            start = time.perf_counter()
+            result = engine.submit(Request(prompt, GenerationSettings(max_new_tokens=1))).result()
+            found.append(time.perf_counter() - start)
+        assert result.cached_tokens == SHARED_PROMPT, result.cached_tokens
+    return {
+        "name": f"first token after {SHARED_PROMPT} remembered tokens and {QUESTION} new ones",
+        "ours_seconds": statistics.median(warm),
+        "peer": "nothing remembered",
+        "peer_seconds": statistics.median(cold),
+        "ratio": statistics.median(warm) / statistics.median(cold),
     }
 
 
@@ -152,7 +174,7 @@ def bench_speculation() -> Iterable[dict[str, Any]]:
             }
 
 
-PARTS = ("batch", "latency", "overhead", "speculation")
+PARTS = ("batch", "latency", "prefix", "overhead", "speculation")
 
 
 def main() -> None:
@@ -182,7 +204,12 @@ def main() -> None:
     if set(arguments.parts) - {"speculation"}:
         context = LONG_PROMPT + NEW_TOKENS
         engine = Engine(random_model(arguments.config), slots=ROWS, context=context, prefill_tokens=PIECE)
-        for part, bench in (("batch", bench_batch), ("latency", bench_latency), ("overhead", bench_overhead)):
+        for part, bench in (
+            ("batch", bench_batch),
+            ("latency", bench_latency),
+            ("prefix", bench_prefix),
+            ("overhead", bench_overhead),
+        ):
             if part in arguments.parts:
                 record(bench(engine))
         engine.close()

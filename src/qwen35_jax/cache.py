@@ -20,7 +20,7 @@ from qwen35_jax.config import TextConfig
 from qwen35_jax.errors import CapacityError, ConfigError
 from qwen35_jax.layer_groups import layer_groups
 from qwen35_jax.ops.causal_conv import next_window
-from qwen35_jax.ops.gated_delta_rule import gated_delta_rule
+from qwen35_jax.ops.gated_delta_rule.tentative import state_after
 from qwen35_jax.ops.moving import storage_dtype, to_storage
 
 
@@ -67,35 +67,25 @@ class DeltaNetInputs:
         conv_k: the same of the key's.
         conv_v: the same of the value's.
         k: keys, as `gated_delta_rule` takes them.
-        v: values.
+        corrections: what each token writes at its key, see `ops.gated_delta_rule.tentative`.
         log_decay: log decays.
-        beta: write strengths.
     """
 
     conv_q: Float[Array, "*repeats batch time key_heads key_dim"]
     conv_k: Float[Array, "*repeats batch time key_heads key_dim"]
     conv_v: Float[Array, "*repeats batch time value_heads value_dim"]
     k: Float[Array, "*repeats batch time key_heads key_dim"]
-    v: Float[Array, "*repeats batch time value_heads value_dim"]
+    corrections: Float[Array, "*repeats batch time value_heads value_dim"]
     log_decay: Float[Array, "*repeats batch time value_heads"]
-    beta: Float[Array, "*repeats batch time value_heads"]
 
-    def applied_to(self, old: DeltaNetCache, segment_ids: Int[Array, "batch time"]) -> DeltaNetCache:
-        """The memory after those of the tokens that are no padding; neither side has a `repeats` axis here."""
-        _, state = gated_delta_rule(
-            self.k,
-            self.k,
-            self.v,
-            self.log_decay,
-            self.beta,
-            initial_state=old.state,
-            segment_ids=segment_ids,
-        )
+    def applied_to(self, old: DeltaNetCache, counts: Bool[Array, "batch time"]) -> DeltaNetCache:
+        """The memory after those of the tokens that count; neither side has a `repeats` axis here."""
+        segment_ids = counts.astype(jnp.int32)
         return DeltaNetCache(
             window_q=next_window(self.conv_q, old.window_q, segment_ids),
             window_k=next_window(self.conv_k, old.window_k, segment_ids),
             window_v=next_window(self.conv_v, old.window_v, segment_ids),
-            state=state,
+            state=state_after(old.state, self.k, self.corrections, self.log_decay, counts),
         )
 
 
@@ -161,8 +151,7 @@ class Cache:
                 assert isinstance(update, AttentionCache)
                 return AttentionCache(write(old.key, update.key), write(old.value, update.value))
             if isinstance(update, DeltaNetInputs):
-                segment_ids = real.astype(jnp.int32)
-                return jax.vmap(lambda update, old: update.applied_to(old, segment_ids))(update, old)
+                return jax.vmap(lambda update, old: update.applied_to(old, real))(update, old)
             assert isinstance(update, DeltaNetCache)
             return update
 

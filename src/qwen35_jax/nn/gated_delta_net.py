@@ -21,7 +21,9 @@ from qwen35_jax.nn.parameter import Keys, compute_dtype_for_state, normal, ones,
 from qwen35_jax.nn.projection import merge_heads, project
 from qwen35_jax.ops.causal_conv import causal_conv
 from qwen35_jax.ops.gated_delta_rule import gated_delta_rule
+from qwen35_jax.ops.gated_delta_rule.tentative import tentative_outputs
 from qwen35_jax.ops.norms import gated_rms_norm, l2_normalize
+from qwen35_jax.ops.segments import is_real
 
 KeyHeads = Float[Array, "batch time key_heads key_dim"]
 ValueHeads = Float[Array, "batch time value_heads value_dim"]
@@ -96,12 +98,12 @@ class GatedDeltaNet(nnx.Module):
         q, k, v, z, b, a = self.in_proj(x)
         conv_inputs = q, k, v
         q, k, v, windows = self.conv(q, k, v, windows, context.segment_ids)
-        o, state = self.core(q, k, v, b, a, state, context.segment_ids)
-        o = self.norm(o, z)
-        y = self.out_proj(o)
         if context.tentative:
-            return y, DeltaNetInputs(*conv_inputs, l2_normalize(k), v, *self.gates(b, a))
-        return y, DeltaNetCache(*windows, state)
+            assert state is not None and context.segment_ids is not None
+            o, writes = self.tentative_core(q, k, v, b, a, state, context.segment_ids)
+            return self.out_proj(self.norm(o, z)), DeltaNetInputs(*conv_inputs, *writes)
+        o, state = self.core(q, k, v, b, a, state, context.segment_ids)
+        return self.out_proj(self.norm(o, z)), DeltaNetCache(*windows, state)
 
     @jax.named_scope("gdn.in_proj")
     def in_proj(
@@ -150,6 +152,27 @@ class GatedDeltaNet(nnx.Module):
         log_decay, beta = self.gates(b, a)
         o, state = gated_delta_rule(q, k, v, log_decay, beta, initial_state=state, segment_ids=segment_ids)
         return o.astype(v.dtype), state
+
+    @jax.named_scope("gdn.core")
+    def tentative_core(
+        self,
+        q: KeyHeads,
+        k: KeyHeads,
+        v: ValueHeads,
+        b: PerHead,
+        a: PerHead,
+        state: State,
+        segment_ids: Int[Array, "batch time"],
+    ) -> tuple[ValueHeads, tuple[KeyHeads, ValueHeads, PerHead]]:
+        """`core` for tokens that may not count: what they read, and keys, corrections and decays of their writes."""
+        q = l2_normalize(q) * q.shape[-1] ** -0.5
+        k = l2_normalize(k)
+        log_decay, beta = self.gates(b, a)
+        real = is_real(segment_ids)[..., None]
+        q, k, values = (jnp.where(real[..., None], x, 0) for x in (q, k, v))
+        log_decay, beta = jnp.where(real, log_decay, 0), jnp.where(real, beta, 0)
+        o, corrections = tentative_outputs(q, k, values, log_decay, beta, state)
+        return o.astype(v.dtype), (k, corrections, log_decay)
 
     def gates(self, b: PerHead, a: PerHead) -> tuple[PerHead, PerHead]:
         """Log decay and write strength of each token, in float32 (float64 in a float64 model)."""

@@ -47,7 +47,7 @@ def _narrow_linear(
     if rows > FEW_ROWS:
         product = _sum_in_float32(x, weight)
     else:
-        on_cpu = _one_row_as_two if rows == 1 else _weights_first
+        on_cpu = _one_row_as_two if rows == 1 else _sum_in_float32 if rows < 8 else _weights_first
         product = jax.lax.platform_dependent(x, weight, cpu=on_cpu, default=_sum_in_float32)
     return product.astype(dtype)
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Shaped, UInt16
+from jaxtyping import Array, Float, Shaped
 
 
 def storage_dtype(dtype: DTypeLike) -> jnp.dtype:
@@ -28,6 +28,6 @@ def to_storage(x: Float[Array, "*shape"], dtype: DTypeLike) -> Shaped[Array, "*s
     return x.astype(dtype)
 
 
-def from_storage(x: Float[Array, "*shape"] | UInt16[Array, "*shape"]) -> Float[Array, "*shape"]:
+def from_storage(x: Shaped[Array, "*shape"]) -> Float[Array, "*shape"]:
     """Values that were kept as `to_storage` gave them."""
     return lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x
