@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
 from qwen35_jax.inference.constraint import Constraint
@@ -37,6 +39,7 @@ from qwen35_jax.inference.sampling import stack_settings
 from qwen35_jax.inference.speculation import Speculation
 
 Part = TypeVar("Part", Block, Snapshot)
+Tree = TypeVar("Tree")
 Place = Literal["host", "device"]
 PROGRAMS = (
     occupy,
@@ -77,17 +80,19 @@ class SlotRunner:
     ):
         self._text = model.config.text
         self._placement = placement
-        self._static = model.graphdef, placement, model.parameters
+        self._static = model.graphdef, placement, as_results_lie(model.parameters)
         self._count = slots
         self._drawable = drawable
         self._keep_prefixes = keep_prefixes
-        self._slots = empty_slots(
-            model,
-            placement,
-            slots=slots,
-            capacity=-(-context // BLOCK) * BLOCK,  # whole blocks, which the prefix cache copies
-            drawable=drawable,
-            speculation=speculation,
+        self._slots = as_results_lie(
+            empty_slots(
+                model,
+                placement,
+                slots=slots,
+                capacity=-(-context // BLOCK) * BLOCK,  # whole blocks, which the prefix cache copies
+                drawable=drawable,
+                speculation=speculation,
+            )
         )
         self._anything = {rows: self._allowed([None] * rows) for rows in {1, slots}}
 
@@ -202,9 +207,33 @@ class SlotRunner:
         return jax.tree.map(lambda x: jax.device_put(x, x.sharding.with_memory_kind("device")), part)
 
 
+def as_results_lie(tree: Tree) -> Tree:
+    """The same arrays, which lie where they did, but with shardings written as JAX writes those of a program's results.
+
+    On a mesh, `P("data", None)` and `P("data")` mean the same, but a program that has been called with one of them is
+    compiled once more when it is called with the other.
+    """
+
+    def rewritten(array: Array) -> Array:
+        sharding = array.sharding
+        if not isinstance(sharding, NamedSharding):
+            return array
+        axes = [*sharding.spec]
+        while axes and axes[-1] is None:
+            axes.pop()
+        cut = NamedSharding(sharding.mesh, PartitionSpec(*axes), memory_kind=sharding.memory_kind)
+        shards = [shard.data for shard in array.addressable_shards]
+        return jax.make_array_from_single_device_arrays(array.shape, cut, shards)
+
+    return jax.tree.map(rewritten, tree)
+
+
 def tree_bytes(tree: Block | Snapshot) -> int:
-    """What the arrays of a block or a snapshot take."""
-    return sum(array.nbytes for array in jax.tree.leaves(tree))
+    """What the arrays of a block or a snapshot take on all devices: on a mesh, several may have a copy of the same."""
+    return sum(
+        math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize * array.sharding.num_devices
+        for array in jax.tree.leaves(tree)
+    )
 
 
 def compiled_programs() -> int:
