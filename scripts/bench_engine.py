@@ -1,11 +1,12 @@
 """Speed of the engine, as ratios measured in one run.
 
-    python scripts/bench_engine.py [--parts batch latency overhead speculation] [--config NAME] [--json]
+    python scripts/bench_engine.py [--parts batch latency prefix overhead speculation] [--config NAME] [--json]
 
 `batch`: tokens drawn in a second with 8 requests at once, over those with one. `latency`: time to the first token of a
-short request that comes while a prompt of 4,000 tokens is being consumed, in pieces of that prompt. `overhead`: time of
-a pass in the engine with 8 requests, over that of the bare program. `speculation`: tokens a second of the built-in
-model with and without drafts, and the tokens of a pass. The first three have random weights of the 0.8B shape, in
+short request that comes while a prompt of 4,000 tokens is being consumed, in pieces of that prompt. `prefix`: time to
+the first token of a prompt of which 1,024 tokens are remembered, over that of one of which nothing is. `overhead`: time
+of a pass in the engine with 8 requests, over that of the bare program. `speculation`: tokens a second of the built-in
+model with and without drafts, and the tokens of a pass. All but the last have random weights of the 0.8B shape, in
 bfloat16; they need 12 GiB of memory and a few minutes.
 """
 
@@ -88,7 +89,7 @@ def bench_latency(engine: Engine) -> dict[str, Any]:
         start = time.perf_counter()
         engine.submit(request(LONG_PROMPT, 1, seed)).result()
         pieces.append((time.perf_counter() - start) / -(-LONG_PROMPT // PIECE))
-        long: AnswerStream = engine.submit(request(LONG_PROMPT, 1, seed))
+        long: AnswerStream = engine.submit(request(LONG_PROMPT, 1, 50 + seed))
         time.sleep(2 * pieces[-1])
         start = time.perf_counter()
         next(iter(engine.submit(request(16, 1, seed))))

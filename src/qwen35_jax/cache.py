@@ -80,11 +80,11 @@ class DeltaNetInputs:
 
     def applied_to(self, old: DeltaNetCache, counts: Bool[Array, "batch time"]) -> DeltaNetCache:
         """The memory after those of the tokens that count; neither side has a `repeats` axis here."""
-        segment_ids = counts.astype(jnp.int32)
+        tokens = counts.sum(axis=1)
         return DeltaNetCache(
-            window_q=next_window(self.conv_q, old.window_q, segment_ids),
-            window_k=next_window(self.conv_k, old.window_k, segment_ids),
-            window_v=next_window(self.conv_v, old.window_v, segment_ids),
+            window_q=next_window(self.conv_q, old.window_q, tokens),
+            window_k=next_window(self.conv_k, old.window_k, tokens),
+            window_v=next_window(self.conv_v, old.window_v, tokens),
             state=state_after(old.state, self.k, self.corrections, self.log_decay, counts),
         )
 

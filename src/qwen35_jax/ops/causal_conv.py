@@ -66,11 +66,12 @@ def causal_conv(
 def next_window(
     x: Float[Array, "batch time *channels"],
     window: Float[Array, "batch kernel-1 *channels"],
-    segment_ids: Int[Array, "batch time"],
+    counts: Int[Array, "batch"],
 ) -> Float[Array, "batch kernel-1 *channels"]:
-    """The window that `causal_conv` would return, without the convolution."""
-    history, index = _history(x, window.astype(x.dtype), segment_ids)
-    return _last_inputs(history, index, is_real(segment_ids))
+    """The window that `causal_conv` would return after the first `counts` tokens of each row, all of one document."""
+    history = jnp.concatenate([window, x.astype(window.dtype)], axis=1)
+    reach = window.shape[1]
+    return jax.vmap(lambda row, start: lax.dynamic_slice_in_dim(row, start, reach, 0))(history, counts)
 
 
 def _history(

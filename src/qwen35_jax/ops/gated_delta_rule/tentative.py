@@ -15,7 +15,7 @@ import einops
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from qwen35_jax.ops.gated_delta_rule.products import product
+from qwen35_jax.ops.gated_delta_rule.products import product, product_nt
 
 State = Float[Array, "batch heads key_dim value_dim"]
 PerHead = Float[Array, "batch time heads"]
@@ -36,21 +36,26 @@ def tentative_outputs(
     """
     time = q.shape[1]
     q, k, v, log_decay, beta = (x.astype(state.dtype) for x in (q, k, v, log_decay, beta))
-    q, k = (_per_value_head(x, v.shape[2]) for x in (q, k))
-    v, log_decay, beta = jnp.moveaxis(v, 1, 2), jnp.moveaxis(log_decay, 1, 2), jnp.moveaxis(beta, 1, 2)
-
-    from_start = jnp.exp(jnp.cumsum(log_decay, axis=-1))[..., None]
-    both = product(jnp.concatenate([k, q], axis=2), state)
-    recalled, read = from_start * both[:, :, :time], from_start * both[:, :, time:]
-    between = _decay_between(log_decay)
-    key_key, query_key = between * _dots(k, k), between * _dots(q, k)
+    keys, queries = (_per_value_head(x, v.shape[2]) for x in (k, q))
+    asking = jnp.concatenate([keys, queries], axis=2)
+    from_state, from_keys = product(asking, state), product_nt(asking, keys)
     corrections: list[Array] = []
     outputs: list[Array] = []
     for i in range(time):
-        known = sum(key_key[..., i, j, None] * corrections[j] for j in range(i))
-        corrections.append(beta[..., i, None] * (v[:, :, i] - recalled[:, :, i] - known))
-        new = sum(query_key[..., i, j, None] * corrections[j] for j in range(i + 1))
-        outputs.append(read[:, :, i] + new)
+        recalled, read = jnp.zeros_like(v[:, i]), jnp.zeros_like(v[:, i])
+        # Every sum of log decays is formed by itself, backwards from this token: differences of running sums lose the
+        # late ones after a strong decay.
+        since = jnp.zeros_like(log_decay[:, i])
+        for j in reversed(range(i)):
+            since = since + log_decay[:, j + 1]
+            faded = jnp.exp(since)[..., None] * corrections[j]
+            recalled = recalled + from_keys[:, :, i, j, None] * faded
+            read = read + from_keys[:, :, time + i, j, None] * faded
+        decay = jnp.exp(since + log_decay[:, 0])[..., None]
+        recalled = recalled + decay * from_state[:, :, i]
+        corrections.append(beta[:, i, :, None] * (v[:, i] - recalled))
+        read = read + decay * from_state[:, :, time + i]
+        outputs.append(read + from_keys[:, :, time + i, i, None] * corrections[i])
     return jnp.stack(outputs, axis=1), jnp.stack(corrections, axis=1)
 
 
@@ -63,37 +68,17 @@ def state_after(
 ) -> State:
     """The state after the tokens that count, which are the leading ones of each row."""
     counted = jnp.where(counts[..., None], log_decay.astype(state.dtype), 0)
-    after = jnp.cumsum(counted[:, ::-1], axis=1)[:, ::-1] - counted
-    weight = jnp.where(counts[..., None], jnp.exp(after), 0)
-    keys = einops.repeat(
-        k.astype(state.dtype), "b t h d -> b t (h g) d", g=corrections.shape[2] // k.shape[2]
-    )
-    new = jnp.exp(counted.sum(axis=1))[..., None, None] * state
-    for i in range(k.shape[1]):  # outer products: nothing of the state's size beside the sum
-        weighted = weight[:, i, :, None] * keys[:, i]
-        new = new + weighted[..., None] * corrections[:, i, :, None, :]
-    return new
+    keys = _per_value_head(k.astype(state.dtype), corrections.shape[2])
+    since = jnp.zeros_like(counted[:, 0])
+    new = jnp.zeros_like(state)
+    for i in reversed(range(k.shape[1])):  # outer products: nothing of the state's size beside the sum
+        weight = jnp.where(counts[:, i, None], jnp.exp(since), 0)
+        new = new + (weight[..., None] * keys[:, :, i])[..., None] * corrections[:, i, :, None, :]
+        since = since + counted[:, i]
+    return jnp.exp(since)[..., None, None] * state + new
 
 
 def _per_value_head(
     x: Float[Array, "batch time key_heads key_dim"], value_heads: int
 ) -> Float[Array, "batch heads time key_dim"]:
     return einops.repeat(x, "b t h d -> b (h g) t d", g=value_heads // x.shape[2])
-
-
-def _dots(
-    a: Float[Array, "batch heads time key_dim"], b: Float[Array, "batch heads time key_dim"]
-) -> Float[Array, "batch heads time time"]:
-    """Dot products of all pairs. As sums, which for a few tokens cost less than the start of a matrix product."""
-    return (a[:, :, :, None] * b[:, :, None]).sum(axis=-1)
-
-
-def _decay_between(log_decay: Float[Array, "batch heads time"]) -> Float[Array, "batch heads time time"]:
-    """exp(g_(j+1) + ... + g_i) for j <= i, else 0.
-
-    Every sum is formed by itself: differences of running sums lose the late ones after a strong decay.
-    """
-    time = log_decay.shape[-1]
-    i, j, token = jnp.ogrid[:time, :time, :time]
-    sums = jnp.where((j < token) & (token <= i), log_decay[..., None, None, :], 0).sum(axis=-1)
-    return jnp.where((j <= i)[..., 0], jnp.exp(sums), 0)
