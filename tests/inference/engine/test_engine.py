@@ -6,7 +6,7 @@ import dataclasses
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -113,6 +113,88 @@ def test_stop_strings_end_an_answer_and_free_its_slot(tiny, engine):
     assert stopped.finish_reason == "stop" and stopped.text == whole.text[: whole.text.index(stop)]
     wait_until_idle(engine)
     assert engine.submit(Request(prompt(9), wanted)).result().tokens == whole.tokens
+
+
+class Announcing:
+    """A grammar that allows everything: its row decodes pass by pass, and each of its tokens is announced."""
+
+    def __init__(self, heard: Callable[[int], None]):
+        self._heard = heard
+        self._tokens = 0
+
+    def allowed(self) -> np.ndarray:
+        return np.full(VOCABULARY // 32 + 1, np.iinfo(np.uint32).max, np.uint32)
+
+    def accept(self, token: int) -> None:
+        self._tokens += 1
+        self._heard(self._tokens)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_b05_requests_that_come_3_and_7_passes_late_answer_as_alone_and_every_token_is_counted(
+    tiny, engine, temperature
+):
+    first, *late = (
+        request(length, new, seed=60 + length, temperature=temperature, min_new_tokens=new)
+        for length, new in ((20, 21), (33, 12), (9, 2))
+    )
+    streams = []
+
+    def heard(tokens: int) -> None:
+        if tokens in (1 + 3, 1 + 7):  # the first token of an answer is drawn without a pass
+            streams.append(engine.submit(late[len(streams)]))
+
+    found = [engine.submit(dataclasses.replace(first, constraint=Announcing(heard))).result(timeout=60)]
+    found += [stream.result(timeout=60) for stream in streams]
+    assert [each.tokens for each in found] == [alone(tiny, each) for each in (first, *late)]
+    wait_until_idle(engine)
+    # They came into the slots in their order. The last token of an answer is drawn and not consumed.
+    lengths = engine._runner._slots.memory.cache.lengths.tolist()
+    assert lengths == [len(each.prompt_tokens) + len(each.tokens) - 1 for each in found]
+
+
+@pytest.fixture
+def decoded_together(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many slots each block of decoding is for, as it happens."""
+    counts = []
+    decode = engine._runner.decode
+
+    def counted(going_on, constraints, *, passes):
+        counts.append(len(going_on))
+        return decode(going_on, constraints, passes=passes)
+
+    monkeypatch.setattr(engine._runner, "decode", counted)
+    return counts
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_b06_the_row_that_is_left_when_its_neighbours_end_answers_as_alone(
+    tiny, engine, decoded_together, place
+):
+    wanted = [request(9, 3, seed=70), request(33, 2, seed=71)]
+    wanted.insert(place, request(20, 33, seed=72, min_new_tokens=33, temperature=0.9))
+    with engine._changed:  # all at once
+        streams = [engine.submit(each) for each in wanted]
+    assert [stream.result(timeout=60).tokens for stream in streams] == [alone(tiny, each) for each in wanted]
+    assert max(decoded_together) > 1 and decoded_together[-3:] == [1, 1, 1]
+
+
+def test_b06_a_row_that_is_alone_and_is_joined_and_left_again_answers_as_alone(
+    tiny, engine, decoded_together
+):
+    first = request(20, 60, seed=75, min_new_tokens=60, temperature=0.9)
+    joining = [request(9, 3, seed=76), request(33, 12, seed=77, temperature=0.9)]
+    streams, heard = [], []
+
+    def notify() -> None:
+        heard.append(None)
+        if len(heard) == 10:
+            streams.extend(map(engine.submit, joining))
+
+    found = [engine.submit(first, notify=notify).result(timeout=60)]
+    found += [stream.result(timeout=60) for stream in streams]
+    assert [each.tokens for each in found] == [alone(tiny, each) for each in (first, *joining)]
+    assert decoded_together[0] == decoded_together[-1] == 1 < max(decoded_together)
 
 
 def test_b34_a_slot_is_empty_for_its_next_tenant(tiny, without_tokenizer):
