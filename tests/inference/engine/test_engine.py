@@ -339,8 +339,9 @@ def test_b36_speculating_slots_give_the_answers_of_plain_decoding():
     graphdef, abstract = abstract_model(config, parameter_dtype="float32", dtype="float32", mtp=True)
     model = TinyModel(config, graphdef, jax.tree_util.tree_map_with_path(draw, abstract))
     requests = some_requests(8, seed=4)
-    options = {"slots": 2, "context": CONTEXT, "prefill_tokens": 32}
-    with Engine(model, ascii_tokenizer(), speculation=Speculation(2), **options) as engine:
+    with Engine(
+        model, ascii_tokenizer(), slots=2, context=CONTEXT, prefill_tokens=32, speculation=Speculation(2)
+    ) as engine:
         streams = [engine.submit(each) for each in requests]
         found = [stream.result(timeout=120) for stream in streams]
     assert [each.tokens for each in found] == [alone(model, each) for each in requests]
