@@ -13,12 +13,13 @@ import pytest
 
 ON_EIGHT_DEVICES = textwrap.dedent(
     """
-    import json
-    import jax, numpy as np
+    import json, math, re
+    import jax, jax.numpy as jnp, numpy as np
     from jax.sharding import Mesh
-    from qwen35_jax.cache import AttentionCache
     from qwen35_jax.inference.engine import Engine, Request
     from qwen35_jax.inference.engine.slot_runner import compiled_programs
+    from qwen35_jax.inference.engine.slots import decode_slot, prefill_slot, start_slot
+    from qwen35_jax.inference.engine.snapshots import read_block, take_snapshot
     from qwen35_jax.inference.settings import GenerationSettings
     from qwen35_jax.inference.speculation import Speculation
     from qwen35_jax.model import abstract_model
@@ -53,6 +54,26 @@ ON_EIGHT_DEVICES = textwrap.dedent(
         request(beginning[:30], 5, 20), request(beginning + text(5, 9), 10, 9),
     ]
 
+    def moved_at_once(text):
+        \"\"\"For every array that a compiled program sends between devices, how many numbers it has.\"\"\"
+        sent = re.findall(r"= (.*) all-(?:gather|reduce|to-all)(?:-start)?[(]", text)
+        shapes = [sizes.split(",") for each in sent for sizes in re.findall(r"[[]([0-9,]+)[]]", each)]
+        return [math.prod(map(int, shape)) for shape in shapes]
+
+    def of_programs_on_one_slot(runner):
+        where, tokens = jnp.int32(0), np.zeros((1, 32), np.int32)
+        slots, placement = runner._slots, runner._placement
+        one = *runner._static, slots, where
+        allowed = runner._anything[1]
+        lowered = {
+            "prefill_slot": prefill_slot.lower(*one, tokens, tokens),
+            "start_slot": start_slot.lower(*one, allowed),
+            "decode_slot": decode_slot.lower(*one, np.array([True]), allowed, steps=8),
+            "read_block": read_block.lower(placement, slots.memory, where, where),
+            "take_snapshot": take_snapshot.lower(placement, slots.memory, where),
+        }
+        return {name: moved_at_once(program.compile().as_text()) for name, program in lowered.items()}
+
     def seen(parameters, **options):
         model = TinyModel(config, graphdef, parameters)
         with Engine(model, context=128, prefill_tokens=32, prefix_cache_bytes=2**26, **options) as engine:
@@ -73,6 +94,7 @@ ON_EIGHT_DEVICES = textwrap.dedent(
             "tokens": [each.tokens for each in found + alone],
             "cached": [each.cached_tokens for each in alone],
             "compiled": compiled,
+            "numbers moved at once": of_programs_on_one_slot(engine._runner) if options["slots"] == 4 else None,
             "lie as the rules say": jax.tree.all(lie),
             "one device's part": {
                 "state": delta_net.state.sharding.shard_shape(delta_net.state.shape),
@@ -154,6 +176,12 @@ def test_rows_and_heads_of_the_slots_stay_cut_whatever_has_run_in_them(seen: dic
         "seen": [3, 104],
         "kept key": [repeats, 1, 64, 4, 32],
     }
+
+
+def test_programs_for_one_slot_do_not_fetch_the_keys_of_the_others(seen: dict) -> None:
+    keys_of_a_slot = 128 * (4 // 4) * 32  # on each device
+    for program, moved in seen["rows and heads cut"]["numbers moved at once"].items():
+        assert 0 < max(moved) <= keys_of_a_slot, program
 
 
 @pytest.mark.parametrize(

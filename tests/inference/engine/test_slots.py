@@ -37,15 +37,15 @@ def rows(tree, index: int) -> list[np.ndarray]:
 
 def test_what_becomes_of_a_row_goes_in_alone_first_and_last_slot_included():
     model = tiny_model()
-    slots = empty_slots(
-        model, Placement.beside(model.parameters), slots=3, capacity=16, drawable=96, speculation=None
-    )
+    placement = Placement.beside(model.parameters)
+    slots = empty_slots(model, placement, slots=3, capacity=16, drawable=96, speculation=None)
     old, new = filled(slots, 1), filled(slots, 2)
     for slot in range(3):
-        row = row_of(new, slot)
+        index = jnp.int32(slot)
+        row = row_of(placement, new, index)
         (delta_net, attention), (_, whole) = row.memory.cache.groups[0], old.memory.cache.groups[0]
         assert delta_net.state.shape[1] == 1 and attention.key.shape == whole.key.shape
-        changed = with_row(old, row, slot)
+        changed = with_row(old, row, index)
         assert jax.tree.structure(changed) == jax.tree.structure(old)
         for other in range(3):
             source = new if other == slot else old
@@ -68,7 +68,7 @@ def test_b34_a_slot_is_emptied_for_its_tenant_and_the_others_stay_bit_for_bit():
     placement = Placement.beside(model.parameters)
     slots = filled(empty_slots(model, placement, slots=3, capacity=16, drawable=96, speculation=None), 3)
     before = jax.device_get(slots)
-    tenant = row_of((slots.rows, slots.sampling, slots.limits), 0)
+    tenant = row_of(placement, (slots.rows, slots.sampling, slots.limits), jnp.int32(0))
     after = occupy(placement, slots, jnp.int32(2), Tenant(*tenant))
     assert not any(row.any() for row in rows(after.memory, 2))
     for slot in (0, 1):

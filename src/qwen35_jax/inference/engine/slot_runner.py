@@ -157,8 +157,10 @@ class SlotRunner:
         where = jnp.int32(slot)
         cache.add(
             tokens,
-            lambda start: self._kept(read_block(self._slots.memory, where, jnp.int32(start))),
-            lambda: self._kept(take_snapshot(self._slots.memory, where)),
+            lambda start: self._kept(
+                read_block(self._placement, self._slots.memory, where, jnp.int32(start))
+            ),
+            lambda: self._kept(take_snapshot(self._placement, self._slots.memory, where)),
         )
 
     def restore(self, slot: int, hit: Hit[Block, Snapshot]) -> None:

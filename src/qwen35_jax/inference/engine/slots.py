@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Int
 
 from qwen35_jax.cache import AttentionCache, Cache, LayerCache
@@ -27,6 +28,7 @@ from qwen35_jax.inference.sampling import Sampling, stack_settings
 from qwen35_jax.inference.settings import GenerationSettings
 from qwen35_jax.inference.speculation import Speculation
 from qwen35_jax.model import Parameters
+from qwen35_jax.sharding.rules import RULES
 
 Tree = TypeVar("Tree")
 
@@ -87,17 +89,39 @@ def empty_slots(
     )
 
 
-def row_of(tree: Tree, slot: Int[Array, ""]) -> Tree:
+def row_of(placement: Placement, tree: Tree, slot: Int[Array, ""]) -> Tree:
     """One row of every array, as a batch of one; keys and values stay where they are. See `Cache.first_row`."""
 
     def cut(array: Array, axis: int) -> Array:
-        return jax.lax.dynamic_slice_in_dim(array, slot, 1, axis)
+        return take_row(placement, array, slot, axis)
 
     def of_cache(cache: Cache) -> Cache:
         groups = _map_delta_nets(lambda layer: jax.tree.map(lambda x: cut(x, 1), layer), cache.groups)
         return dataclasses.replace(cache, groups=groups, lengths=cut(cache.lengths, 0), first_row=slot)
 
     return _map_caches(of_cache, lambda array: cut(array, 0), tree)
+
+
+def with_keys_at_hand(placement: Placement, row: Tree) -> Tree:
+    """What `row_of` gave, for the model to run on.
+
+    Where rows are cut over a mesh, keys and values are taken out too: reading a few of another device's where they are
+    would have every device fetch those of all rows, in every pass.
+    """
+
+    def of_cache(cache: Cache) -> Cache:
+        slot = cache.first_row
+        rows = [layer.key.shape[1] for layer in attention_layers(cache)]
+        if slot is None or not rows or _mesh_that_cuts(placement, rows[0]) is None:
+            return cache
+        groups = _map_delta_nets(
+            lambda layer: layer,
+            cache.groups,
+            attention=lambda layer: jax.tree.map(lambda x: take_row(placement, x, slot, 1), layer),
+        )
+        return dataclasses.replace(cache, groups=groups, first_row=None)
+
+    return _map_caches(of_cache, lambda array: array, row)
 
 
 def with_row(tree: Tree, row: Tree, slot: Int[Array, ""]) -> Tree:
@@ -107,15 +131,65 @@ def with_row(tree: Tree, row: Tree, slot: Int[Array, ""]) -> Tree:
         return jax.lax.dynamic_update_slice_in_dim(array, new.astype(array.dtype), slot, axis)
 
     def of_cache(cache: Cache, new: Cache) -> Cache:
+        def put_layer(layer: LayerCache, new: LayerCache) -> LayerCache:
+            return jax.tree.map(lambda x, y: put(x, y, 1), layer, new)
+
+        in_place = new.first_row is not None
         groups = _map_delta_nets(
-            lambda layer, new: jax.tree.map(lambda x, y: put(x, y, 1), layer, new),
+            put_layer,
             cache.groups,
             new.groups,
-            attention=lambda layer, new: new,
+            attention=(lambda layer, new: new) if in_place else put_layer,
         )
         return dataclasses.replace(cache, groups=groups, lengths=put(cache.lengths, new.lengths, 0))
 
     return _map_caches(of_cache, lambda array, new: put(array, new, 0), tree, row)
+
+
+def take_row(placement: Placement, array: Array, slot: Int[Array, ""], axis: int) -> Array:
+    """One row of an array, as a batch of one.
+
+    Where rows are cut over a mesh, the devices that have the row give it to the others. The compiler would let every
+    device gather all rows first.
+    """
+    mesh = _mesh_that_cuts(placement, array.shape[axis])
+    if mesh is None:
+        return jax.lax.dynamic_slice_in_dim(array, slot, 1, axis)
+    name = RULES["batch"]
+    # A sum of which one part is not zero is exact in any type; narrow ones are not summed on every platform.
+    wide = array.dtype
+    if wide.itemsize < 4:
+        wide = jnp.float32 if jnp.issubdtype(wide, jnp.floating) else jnp.int32
+
+    def of_device(part: Array, number: Int[Array, "1"], slot: Int[Array, ""]) -> Array:
+        rows = part.shape[axis]
+        index = slot - rows * number[0]
+        row = jax.lax.dynamic_slice_in_dim(part, jnp.clip(index, 0, rows - 1), 1, axis)
+        here = (index >= 0) & (index < rows)
+        return jax.lax.psum(jnp.where(here, row, jnp.zeros_like(row)).astype(wide), name)
+
+    row = jax.shard_map(
+        of_device,
+        mesh=mesh,
+        in_specs=(PartitionSpec(*[None] * axis, name), PartitionSpec(name), PartitionSpec()),
+        out_specs=PartitionSpec(),
+        axis_names={name},  # how the other axes are cut stays with the compiler
+    )(array, jnp.arange(mesh.shape[name]), slot)
+    return row.astype(array.dtype)
+
+
+def attention_layers(cache: Cache) -> list[AttentionCache]:
+    """The layers that keep keys and values."""
+    return [layer for group in cache.groups for layer in group if isinstance(layer, AttentionCache)]
+
+
+def _mesh_that_cuts(placement: Placement, rows: int) -> Mesh | None:
+    """The mesh over which so many rows are cut; None where every device has all of them."""
+    shards = placement.filled_rows(1)
+    if shards == 1 or rows % shards:
+        return None
+    assert isinstance(placement.whole, NamedSharding) and isinstance(placement.whole.mesh, Mesh)
+    return placement.whole.mesh
 
 
 def _emptied(memory: Memory, slot: Int[Array, ""]) -> Memory:
@@ -181,9 +255,8 @@ def prefill_slot(
     Returns:
         The slots, and how many tokens that slot has consumed.
     """
-    row = programs.prefill_chunk(
-        graphdef, placement, parameters, row_of(slots.memory, slot), tokens, segment_ids
-    )
+    one = with_keys_at_hand(placement, row_of(placement, slots.memory, slot))
+    row = programs.prefill_chunk(graphdef, placement, parameters, one, tokens, segment_ids)
     return placement.keep(slots._replace(memory=with_row(slots.memory, row, slot))), row.cache.lengths
 
 
@@ -204,7 +277,7 @@ def start_slot(
     Returns:
         The slots, and the draw [1].
     """
-    one = row_of(slots, slot)
+    one = with_keys_at_hand(placement, row_of(placement, slots, slot))
     rows = one.rows._replace(active=jnp.ones_like(one.rows.active))
     memory, rows, emission = programs.first_token(
         graphdef, placement, parameters, one.memory, rows, one.sampling, one.limits, allowed
@@ -253,7 +326,7 @@ def decode_slot(
     steps: int,
 ) -> tuple[Slots, Emission]:
     """`decode_slots` for when only one slot decodes: the others cost nothing. Their emissions are left out."""
-    one = row_of(slots, slot)
+    one = with_keys_at_hand(placement, row_of(placement, slots, slot))
     memory, rows, emissions = programs.decode_block(
         graphdef,
         placement,

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from qwen35_jax.cache import AttentionCache, Cache, DeltaNetCache, LayerCache
 from qwen35_jax.inference.engine.prefix_cache import BLOCK
-from qwen35_jax.inference.engine.slots import Slots, row_of, with_row
+from qwen35_jax.inference.engine.slots import Slots, attention_layers, row_of, take_row, with_row
 from qwen35_jax.inference.placement import Placement
 from qwen35_jax.inference.programs import Memory
 
@@ -43,16 +43,16 @@ class Snapshot(NamedTuple):
     head_hidden: Float[Array, "1 embed"] | None
 
 
-@jax.jit
-def read_block(memory: Memory, slot: Int[Array, ""], start: Int[Array, ""]) -> Block:
+@functools.partial(jax.jit, static_argnums=0)
+def read_block(placement: Placement, memory: Memory, slot: Int[Array, ""], start: Int[Array, ""]) -> Block:
     """Keys and values of the tokens from `start` on in one slot."""
 
     def read(cache: Cache, start: Int[Array, ""]) -> list[AttentionCache]:
         def cut(array: Array) -> Array:
-            row = jax.lax.dynamic_slice_in_dim(array, slot, 1, axis=1)
-            return jax.lax.dynamic_slice_in_dim(row, start, BLOCK, axis=2)
+            block = jax.lax.dynamic_slice_in_dim(array, start, BLOCK, axis=2)
+            return take_row(placement, block, slot, axis=1)
 
-        return [jax.tree.map(cut, layer) for layer in _attentions(cache)]
+        return [jax.tree.map(cut, layer) for layer in attention_layers(cache)]
 
     head = [] if memory.draft is None else read(memory.draft.cache, _head_start(start))
     return Block(read(memory.cache, start), head)
@@ -87,10 +87,10 @@ def write_block(
     return placement.keep(slots._replace(memory=memory))
 
 
-@jax.jit
-def take_snapshot(memory: Memory, slot: Int[Array, ""]) -> Snapshot:
+@functools.partial(jax.jit, static_argnums=0)
+def take_snapshot(placement: Placement, memory: Memory, slot: Int[Array, ""]) -> Snapshot:
     """What one slot remembers beside keys and values."""
-    row = row_of(memory, slot)
+    row = row_of(placement, memory, slot)
     delta_nets = [layer for group in row.cache.groups for layer in group if isinstance(layer, DeltaNetCache)]
     return Snapshot(delta_nets, row.cache.lengths, None if row.draft is None else row.draft.hidden)
 
@@ -98,7 +98,7 @@ def take_snapshot(memory: Memory, slot: Int[Array, ""]) -> Snapshot:
 @functools.partial(jax.jit, static_argnums=0, donate_argnames="slots")
 def put_snapshot(placement: Placement, slots: Slots, slot: Int[Array, ""], snapshot: Snapshot) -> Slots:
     """Puts back what `take_snapshot` gave."""
-    row = row_of(slots.memory, slot)
+    row = row_of(placement, slots.memory, slot)
     new = iter(snapshot.delta_nets)
 
     def layer_of(old: LayerCache) -> LayerCache:
@@ -111,10 +111,6 @@ def put_snapshot(placement: Placement, slots: Slots, slot: Int[Array, ""], snaps
         head = dataclasses.replace(row.draft.cache, lengths=jnp.maximum(snapshot.lengths - 1, 0))
         row = row._replace(draft=dataclasses.replace(row.draft, cache=head, hidden=snapshot.head_hidden))
     return placement.keep(slots._replace(memory=with_row(slots.memory, row, slot)))
-
-
-def _attentions(cache: Cache) -> list[AttentionCache]:
-    return [layer for group in cache.groups for layer in group if isinstance(layer, AttentionCache)]
 
 
 def _head_start(start: Int[Array, ""]) -> Int[Array, ""]:
