@@ -387,6 +387,34 @@ def test_a_grammar_decides_every_token_and_disturbs_nobody(tiny, engine):
     assert compiled_programs() == before
 
 
+def test_grammars_that_come_while_others_draw_end_nobodys_row(tiny, engine):
+    beside = request(9, 70, seed=2, ignore_eos=True)
+    running = engine.submit(beside)
+    next(iter(running))
+    asked = Request(prompt(40, seed=5), GenerationSettings(max_new_tokens=7))
+    streams = [engine.submit(dataclasses.replace(asked, constraint=OnlyMultiples())) for _ in range(4)]
+    found = [stream.result(timeout=120).tokens for stream in streams]
+    assert len(set(found)) == 1 and len(found[0]) == 7
+    assert running.result(timeout=60).tokens == alone(tiny, beside)
+
+
+def test_a_grammar_that_cannot_tell_what_is_next_ends_its_own_request_only(tiny, engine):
+    class Mute(OnlyMultiples):
+        def allowed(self) -> np.ndarray:
+            if len(self.accepted) == after:
+                raise PromptError("the grammar grew too large")
+            return super().allowed()
+
+    beside = request(9, 30, seed=1, ignore_eos=True)
+    other = engine.submit(beside)
+    for after in (0, 2):
+        asked = Request(prompt(4), GenerationSettings(max_new_tokens=9), constraint=Mute())
+        with pytest.raises(PromptError, match="too large"):
+            engine.submit(asked).result(timeout=60)
+    assert other.result(timeout=60).tokens == alone(tiny, beside)
+    wait_until_idle(engine)
+
+
 def test_a_grammar_that_fails_ends_its_own_request_only(tiny, engine):
     class Failing(OnlyMultiples):
         def accept(self, token: int) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
+import numpy as np
+from jaxtyping import UInt32
 
 from qwen35_jax.errors import PromptError, QueueFullError, Qwen35Error
 from qwen35_jax.inference.answer import Answer
@@ -302,11 +304,10 @@ class Engine:
         if chunk != ticket.chunks[-1]:
             # Waited for like a draw: pieces handed over all at once would hold up whoever comes next.
             return [_Work(consumed, lambda _: None)]
-        try:
-            emission = self._runner.start(slot, ticket.request.constraint)
-        except Qwen35Error as error:
-            self._fail(slot, ticket, error)
+        allowed = self._allowed([(slot, ticket)])
+        if ticket.stream.finished:
             return [_Work(consumed, lambda _: None)]
+        emission = self._runner.start(slot, allowed.get(slot))
         return [
             _Work(
                 emission,
@@ -316,18 +317,19 @@ class Engine:
 
     def _decode(self, tenants: list[tuple[int, Ticket]], *, beside_prefill: bool) -> list[_Work]:
         """A block of decoding for these slots."""
-        constraints = {slot: grammar for slot, ticket in tenants if (grammar := ticket.request.constraint)}
-        # A grammar that has not seen the first token yet cannot tell the second.
-        tenants = [
-            (slot, ticket) for slot, ticket in tenants if slot not in constraints or ticket.answer.tokens
-        ]
+        waiting = [ticket for _, ticket in tenants if ticket.request.constraint and not ticket.answer.tokens]
+        if any(not ticket.stream.finished for ticket in waiting):
+            # Its grammar has not seen the first token yet and cannot tell the second. A round without it would end its
+            # row, so everyone waits for the next one.
+            return []
+        allowed = self._allowed(tenants)
+        tenants = [(slot, ticket) for slot, ticket in tenants if not ticket.stream.finished]
         if not tenants:
             return []
-        one_pass = beside_prefill or bool(constraints)
         emissions, rows = self._runner.decode(
             {slot: ticket.answer.reason is None for slot, ticket in tenants},
-            {slot: constraints[slot] for slot, _ in tenants if slot in constraints},
-            passes=PASSES_BESIDE_PREFILL if one_pass else PASSES_IN_A_BLOCK,
+            allowed,
+            passes=PASSES_BESIDE_PREFILL if beside_prefill or allowed else PASSES_IN_A_BLOCK,
         )
 
         def deliver(drawn: Emission) -> None:
@@ -336,6 +338,17 @@ class Engine:
                 self._take(slot, ticket, lambda answer, passes=passes: [*map(answer.take_pass, passes)])
 
         return [_Work(emissions, deliver)]
+
+    def _allowed(self, tenants: list[tuple[int, Ticket]]) -> dict[int, UInt32[np.ndarray, "words"]]:
+        """What the grammars of these slots leave to be drawn next. A request whose grammar breaks ends here."""
+        allowed = {}
+        for slot, ticket in tenants:
+            if ticket.request.constraint is not None and not ticket.stream.finished:
+                try:
+                    allowed[slot] = ticket.request.constraint.allowed()
+                except Qwen35Error as error:
+                    self._fail(slot, ticket, error)
+        return allowed
 
     def _receive(self, under_way: list[_Work]) -> None:
         for work in under_way:

@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, UInt32
 
-from qwen35_jax.inference.constraint import Constraint
 from qwen35_jax.inference.engine.prefix_cache import BLOCK, Hit, PrefixCache
 from qwen35_jax.inference.engine.request import Request
 from qwen35_jax.inference.engine.slots import (
@@ -37,6 +36,9 @@ from qwen35_jax.inference.rows import Allowed, Emission, fresh_rows, limits_of
 from qwen35_jax.inference.runnable import RunnableModel
 from qwen35_jax.inference.sampling import stack_settings
 from qwen35_jax.inference.speculation import Speculation
+
+AllowedBits = UInt32[np.ndarray, "words"]
+"""See `Constraint.allowed`."""
 
 Part = TypeVar("Part", Block, Snapshot)
 Tree = TypeVar("Tree")
@@ -119,20 +121,20 @@ class SlotRunner:
         self._slots, consumed = prefill_slot(*self._static, self._slots, jnp.int32(slot), padded, segment_ids)
         return consumed
 
-    def start(self, slot: int, constraint: Constraint | None) -> Emission:
-        """Draws the first token after a prompt, [1]."""
-        allowed = self._anything[1] if constraint is None else self._allowed([constraint])
+    def start(self, slot: int, bits: AllowedBits | None) -> Emission:
+        """Draws the first token after a prompt, [1]; `bits` are those of its grammar."""
+        allowed = self._anything[1] if bits is None else self._allowed([bits])
         self._slots, emission = start_slot(*self._static, self._slots, jnp.int32(slot), allowed)
         return emission
 
     def decode(
-        self, going_on: Mapping[int, bool], constraints: Mapping[int, Constraint], *, passes: int
+        self, going_on: Mapping[int, bool], bits: Mapping[int, AllowedBits], *, passes: int
     ) -> tuple[Emission, dict[int, int]]:
         """A block of decoding.
 
         Args:
             going_on: for every slot that decodes, false to end its row.
-            constraints: of slots that have one. Then `passes` is 1.
+            bits: of the grammars of slots that have one. Then `passes` is 1.
             passes: of the model, at most.
 
         Returns:
@@ -142,8 +144,8 @@ class SlotRunner:
         slots = [*going_on] if alone else [*range(self._count)]
         keep = np.array([going_on.get(slot, False) for slot in slots])
         allowed = self._anything[len(slots)]
-        if constraints:
-            allowed = self._allowed([constraints.get(slot) for slot in slots])
+        if bits:
+            allowed = self._allowed([bits.get(slot) for slot in slots])
         if alone:
             self._slots, emissions = decode_slot(
                 *self._static, self._slots, jnp.int32(slots[0]), keep, allowed, steps=passes
@@ -189,13 +191,14 @@ class SlotRunner:
         self.occupy(0, request, seed=0)
         jax.block_until_ready(self._slots)
 
-    def _allowed(self, constraints: Sequence[Constraint | None]) -> Allowed:
+    def _allowed(self, grammars: Sequence[AllowedBits | None]) -> Allowed:
+        """The bits of each row; None where it has no grammar."""
         words = -(-self._text.vocab_size // 32)
-        bits = np.full((len(constraints), words), np.iinfo(np.uint32).max, np.uint32)
-        for row, constraint in enumerate(constraints):
-            if constraint is not None:
-                bits[row] = constraint.allowed()
-        constrained = np.array([constraint is not None for constraint in constraints])
+        bits = np.full((len(grammars), words), np.iinfo(np.uint32).max, np.uint32)
+        for row, allowed in enumerate(grammars):
+            if allowed is not None:
+                bits[row] = allowed
+        constrained = np.array([allowed is not None for allowed in grammars])
         return self._placement.put(Allowed(jnp.asarray(bits), jnp.asarray(constrained)))
 
     def _kept(self, part: Part) -> Part:
