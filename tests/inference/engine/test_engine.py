@@ -400,15 +400,19 @@ def test_grammars_that_come_while_others_draw_end_nobodys_row(tiny, engine):
 
 def test_a_grammar_that_cannot_tell_what_is_next_ends_its_own_request_only(tiny, engine):
     class Mute(OnlyMultiples):
+        def __init__(self, after: int) -> None:
+            super().__init__()
+            self.after = after
+
         def allowed(self) -> np.ndarray:
-            if len(self.accepted) == after:
+            if len(self.accepted) == self.after:
                 raise PromptError("the grammar grew too large")
             return super().allowed()
 
     beside = request(9, 30, seed=1, ignore_eos=True)
     other = engine.submit(beside)
     for after in (0, 2):
-        asked = Request(prompt(4), GenerationSettings(max_new_tokens=9), constraint=Mute())
+        asked = Request(prompt(4), GenerationSettings(max_new_tokens=9), constraint=Mute(after))
         with pytest.raises(PromptError, match="too large"):
             engine.submit(asked).result(timeout=60)
     assert other.result(timeout=60).tokens == alone(tiny, beside)
