@@ -186,6 +186,8 @@ def decode_block(
 
     def step(carry: _BlockCarry) -> _BlockCarry:
         done, memory, rows, emissions = carry
+        # Said again within the loop: without it, devices gather the keys of all heads where these are cut to spread.
+        memory, rows = placement.keep((memory, rows))
         if memory.draft is None:
             cache, rows, emission = _plain_step(model, memory.cache, rows, sampling, limits, allowed)
             memory = memory._replace(cache=cache)
