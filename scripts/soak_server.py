@@ -32,7 +32,7 @@ import httpx
 
 POOL = 48
 CONTEXT = 1024
-PREFIX_CACHE_BYTES = 64 * 2**20
+PREFIX_CACHE_BYTES = 8 * 2**20
 """Less than the pool's prefixes take, so that memory is full early and some have to make room."""
 
 LEAVES = 0.3
@@ -177,7 +177,8 @@ async def one_client(
 
 
 async def metrics(client: httpx.AsyncClient) -> dict[str, float]:
-    text = (await client.get("/metrics")).text
+    # On a connection of its own: one that has idled may be closed under the request.
+    text = (await client.get("/metrics", headers={"connection": "close"})).text
     pairs = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     return {name: float(value) for name, value in pairs}
 
@@ -262,10 +263,10 @@ def faults(figures: dict[str, Any]) -> list[str]:
 
 
 @contextlib.contextmanager
-def server(slots: int, queue: int) -> Iterator[str]:
+def server(slots: int, queue: int, dtype: str) -> Iterator[str]:
     """A server of the built-in model, and its address."""
     options = f"--port 0 --slots {slots} --queue {queue} --context {CONTEXT} --prefill-tokens 128".split()
-    options += ["--prefix-cache-bytes", str(PREFIX_CACHE_BYTES)]
+    options += ["--prefix-cache-bytes", str(PREFIX_CACHE_BYTES), "--dtype", dtype]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         with log.open("wb") as output:
@@ -297,9 +298,15 @@ def main() -> int:
     parser.add_argument(
         "--seed", type=int, default=0, help="of the requests and of who leaves when (default 0)"
     )
+    parser.add_argument(
+        "--dtype",
+        default="float32",
+        help="of the server (default float32; in bfloat16 a batch may round otherwise than one request alone, and a "
+        "draw that falls between two tokens goes the other way)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args()
-    with server(args.slots, args.queue) as address:
+    with server(args.slots, args.queue, args.dtype) as address:
         figures = asyncio.run(soak(address, args.seconds, args.clients, args.seed))
     found = faults(figures)
     if args.json:
