@@ -280,6 +280,7 @@ def test_closing_finishes_what_runs_or_cancels_it_and_refuses_the_rest(tiny):
         reasons = {stream.result(timeout=1).finish_reason for stream in streams}
         assert reasons <= ({"length", "stop"} if finish else {"length", "stop", "cancelled"})
         assert finish or "cancelled" in reasons
+        assert not engine.healthy
         with pytest.raises(RuntimeError, match="closed"):
             engine.submit(request(4, 1, seed=0))
 

@@ -26,6 +26,7 @@ class ScriptedEngine:
         answer: what is drawn, up to the request's `max_new_tokens`.
         holds: answers are begun and never ended, until they are cancelled.
         failure: what every answer ends with instead.
+        healthy: see `Engine`.
         room: requests that are taken on before the queue is full.
         requests: that were submitted.
         streams: that were given out for them.
@@ -35,6 +36,7 @@ class ScriptedEngine:
     answer: str = "A bird is an animal."
     holds: bool = False
     failure: BaseException | None = None
+    healthy: bool = True
     room: int = 1000
     requests: list[Request] = dataclasses.field(default_factory=list)
     streams: list[AnswerStream] = dataclasses.field(default_factory=list)

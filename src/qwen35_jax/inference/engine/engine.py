@@ -86,6 +86,8 @@ class _Work:
 class Engine:
     """Runs requests in the slots of one batch. Every answer is the one that its request alone would get.
 
+    (In bfloat16 up to rounding, where a prompt goes on from a remembered prefix: it was consumed in other pieces.)
+
     A thread of its own drives the device. Each of its rounds consumes one piece of one prompt, slots taking turns, and
     then decodes in all slots that have got that far, so that a long prompt never holds up the others. Programs are
     compiled before the constructor returns, and none after.
@@ -199,6 +201,12 @@ class Engine:
             self._scheduler.add(ticket)
             self._changed.notify_all()
         return ticket.stream
+
+    @property
+    def healthy(self) -> bool:
+        """Whether requests are still taken on: false once the engine is closed, or broke."""
+        with self._changed:
+            return not self._closing and self._broken is None
 
     def statistics(self) -> EngineStatistics:
         with self._changed:

@@ -106,7 +106,6 @@ class _Endpoints:
         self._max_body_bytes = max_body_bytes
         self._most_choices = most_choices
         self._started = int(time.time())
-        self._unavailable = False
 
     async def chat(self, request: Request) -> Response:
         return await self._reply(request, self._begin_chat)
@@ -122,8 +121,8 @@ class _Endpoints:
         return json_response(self._description())
 
     async def health(self, request: Request) -> Response:
-        """Whether requests are answered; what broke the engine has been told to its last clients."""
-        if self._unavailable:
+        """Whether requests are answered."""
+        if not self._engine.healthy:
             return json_response({"status": "unavailable"}, 503)
         return json_response({"status": "ok"})
 
@@ -131,9 +130,7 @@ class _Endpoints:
         return Response(self._metrics.text(), media_type=CONTENT_TYPE)
 
     async def on_error(self, request: Request, error: Qwen35Error) -> Response:
-        told = as_api_error(error)
-        self._unavailable |= told.status == 503
-        return error_response(told)
+        return error_response(as_api_error(error))
 
     async def _reply(self, request: Request, begin: Replying) -> Response:
         """Answers a request, whole or as a stream. If its client goes away, the engine stops."""
@@ -162,7 +159,6 @@ class _Endpoints:
             return
         except Qwen35Error as error:
             told = as_api_error(error)
-            self._unavailable |= told.status == 503
         except Exception:
             traceback.print_exc()
             told = _FAILED
