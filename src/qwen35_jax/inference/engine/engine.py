@@ -15,11 +15,12 @@ from qwen35_jax.errors import PromptError, QueueFullError, Qwen35Error
 from qwen35_jax.inference.answer import Answer
 from qwen35_jax.inference.buckets import PREFILL_BUCKETS, Chunk, pieces_between
 from qwen35_jax.inference.engine.memory import MemoryPlan, plan_memory, prefix_cache_budget
-from qwen35_jax.inference.engine.prefix_cache import BLOCK, PrefixCache, PrefixCacheStatistics
+from qwen35_jax.inference.engine.prefix_cache import BLOCK, PrefixCache
 from qwen35_jax.inference.engine.request import AnswerStream, Request
 from qwen35_jax.inference.engine.scheduler import Scheduler
 from qwen35_jax.inference.engine.slot_runner import Place, SlotRunner, compiled_programs, tree_bytes
 from qwen35_jax.inference.engine.snapshots import Block, Snapshot
+from qwen35_jax.inference.engine.statistics import COUNTED, EngineStatistics
 from qwen35_jax.inference.engine.ticket import Ticket, ticket_for
 from qwen35_jax.inference.placement import Placement
 from qwen35_jax.inference.rows import Emission, drawable_vocabulary, part_of
@@ -28,51 +29,9 @@ from qwen35_jax.inference.settings import GenerationSettings
 from qwen35_jax.inference.speculation import Speculation, require_head
 from qwen35_jax.inference.tokenizer import Tokenizer
 
-COUNTED = (
-    "submitted",
-    "finished",
-    "cancelled",
-    "failed",
-    "prompt_tokens",
-    "cached_tokens",
-    "generated_tokens",
-)
 PASSES_IN_A_BLOCK = 8
 PASSES_BESIDE_PREFILL = 1
 """While prompts are being consumed, the slots that decode get one pass after every piece."""
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineStatistics:
-    """Where an engine stands.
-
-    Attributes:
-        slots: of the batch.
-        occupied: slots with a request in them.
-        queued: requests that wait for a slot.
-        submitted: requests taken on since the start.
-        finished: of these, answered to their end.
-        cancelled: of these, ended by their clients.
-        failed: of these, ended by an error.
-        prompt_tokens: consumed.
-        cached_tokens: of prompts, those that were remembered and did not have to be consumed.
-        generated_tokens: drawn.
-        compiled_programs: how many the engine has compiled; it stays as it is after the warm-up.
-        prefix_cache: see there.
-    """
-
-    slots: int
-    occupied: int
-    queued: int
-    submitted: int
-    finished: int
-    cancelled: int
-    failed: int
-    prompt_tokens: int
-    cached_tokens: int
-    generated_tokens: int
-    compiled_programs: int
-    prefix_cache: PrefixCacheStatistics
 
 
 @dataclasses.dataclass(frozen=True)
