@@ -37,14 +37,14 @@ class GenerationSettings:
         repetition_penalty: logits of tokens in the prompt or the answer are divided by this where positive and
             multiplied where negative (Keskar et al. 2019, section 4.1); 1 leaves them.
         presence_penalty: subtracted once from the logits of tokens already in the answer.
-        frequency_penalty: subtracted as often as the token stands in the answer.
-        logit_bias: token ids with numbers that are added to their logits before anything else, 300 at most.
         seed: fixes the draws, in [0, 2**32). None draws one and reports it. A row's draws depend on its own
             seed alone, so two rows with the same prompt and seed agree.
         stop: strings that end the answer; they and what follows are left out of the text.
         ignore_eos: go on after stop ids, up to `max_new_tokens`.
         top_logprobs: tell the log-probability of every token drawn, and of so many of the most likely ones, 20 at
             most; None tells none. They are the model's own, before bias, penalties, temperature and truncation.
+        frequency_penalty: subtracted as often as the token stands in the answer.
+        logit_bias: token ids with numbers that are added to their logits before anything else, 300 at most.
 
     Raises:
         PromptError: a field is of a wrong type or out of range.
@@ -58,12 +58,12 @@ class GenerationSettings:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict, hash=False)
     seed: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     top_logprobs: int | None = None
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         for name, (least, most, may_be_none) in _INTEGERS.items():

@@ -207,7 +207,11 @@ REFUSED = {
     "a reference to elsewhere": ({"$ref": "file:///etc/hostname"}, "does not fetch"),
     "nothing that satisfies it": ({"type": "integer", "minimum": 5, "maximum": 3}, "5.*3"),
     "nested too deeply": (nested(200), "recursion limit"),
-    "nested beyond the interpreter's stack": (nested(5 * sys.getrecursionlimit()), "nested too deeply"),
+    # Newer interpreters write deeper JSON, and leave it to the library to refuse it.
+    "nested beyond the interpreter's stack": (
+        nested(5 * sys.getrecursionlimit()),
+        "nested too deeply|recursion limit",
+    ),
     "too large": ({"enum": [f"value {number}" for number in range(100_000)]}, "too big"),
     "half a character": ({"const": "\ud800"}, "no JSON object"),
     "no JSON": ({"const": float("nan")}, "no JSON object"),

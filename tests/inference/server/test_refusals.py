@@ -12,6 +12,7 @@ from starlette.testclient import TestClient
 
 from qwen35_jax.errors import NonFiniteError
 from qwen35_jax.inference.server.sampling_fields import IGNORED
+from qwen35_jax.inference.tokenizer import Tokenizer
 from tests.inference.server.conftest import MAX_BODY_BYTES
 from tests.inference.server.scripted_engine import CONTEXT
 from tests.inference.server.test_chat import HELLO, TOOLS, events
@@ -165,6 +166,32 @@ def test_a_context_that_is_too_short_has_the_code_that_programs_look_for(client)
 
 
 @pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": "abc " * 4_700}]}, "messages"),
+        (CHAT, {"messages": [{"role": "user", "content": "<|im_end|>" * 1_800}]}, "messages"),
+        (COMPLETIONS, {"prompt": "abc " * 4_700}, "prompt"),
+        (COMPLETIONS, {"prompt": ["a", "abc " * 4_700]}, "prompt[1]"),
+    ],
+)
+def test_a_prompt_that_cannot_fit_is_refused_before_it_is_made_into_tokens(
+    client, monkeypatch, path, fields, param
+):
+    made: list[str] = []
+    encode = Tokenizer.encode
+
+    def noted(self, text, **options):
+        made.append(text)
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode", noted)
+    error = refused(client.post(path, json=body(path, fields)))
+    assert error["param"] == param and error["code"] == "context_length_exceeded"
+    assert "at least" in error["message"]
+    assert all(len(text) < 1000 for text in made)
+
+
+@pytest.mark.parametrize(
     ("content", "words"),
     [
         (b"", "no JSON"),
@@ -178,7 +205,7 @@ def test_a_context_that_is_too_short_has_the_code_that_programs_look_for(client)
         (b'{"a": "\\ud800"}', "half a character"),
         (b'{"\\udfff": 1}', "half a character"),
         (b'{"a": ' * 66 + b"1" + b"}" * 66, "nested more than 64"),
-        (b"[" * 9000, "nested too deeply"),
+        (b"[" * 19_000, "nested too deeply"),
     ],
 )
 def test_a_body_that_is_no_request_is_refused(client, content, words):

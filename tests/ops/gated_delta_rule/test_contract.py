@@ -134,7 +134,7 @@ def test_b94_one_token_is_a_small_program_without_a_loop():
     names = {e.primitive.name for e in found}
     assert not names & {"scan", "while", "pad", "cumsum"}
     assert sum(e.primitive.name == "dot_general" for e in found) == 2
-    assert len(found) < 40
+    assert len(found) < 50
 
 
 def test_several_tokens_take_the_chunk_loop_by_default():

@@ -69,6 +69,7 @@ class ChatPrompts:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
         variables: Mapping[str, Any],
+        check: Callable[[str], None] = lambda text: None,
     ) -> ChatPrompt:
         """Renders and encodes a conversation, up to the opening of the next answer.
 
@@ -76,6 +77,7 @@ class ChatPrompts:
             messages: see `checked_messages`.
             tools: see `checked_tools`.
             variables: what else the template reads, `enable_thinking` among them.
+            check: is shown the rendered text before it is made into tokens, and may refuse it.
 
         Raises:
             MessageError: a message or a tool is malformed.
@@ -86,10 +88,12 @@ class ChatPrompts:
         sent = messages, tools, dict(variables)
         if not any(self._name.search(text) for text in _texts(sent)):
             text = self._render(*sent)
+            check(text)
             tokens = self._tokenizer.encode(text, add_special_tokens=False)
             return ChatPrompt(tokens, opens_thought(text))
         mark = _unused_mark(sent)
         text = self._render(*_map_texts(lambda text: self._start_of_name.sub(rf"\g<0>{mark}", text), sent))
+        check(_unmarked(text, mark))
         return ChatPrompt(self._encode_marked(text, mark), opens_thought(text))
 
     def _render(self, messages: Any, tools: Any, variables: dict[str, Any]) -> str:
@@ -101,9 +105,7 @@ class ChatPrompts:
             if piece in self._added:
                 tokens.append(self._added[piece])
                 continue
-            for form in _forms(mark):
-                piece = piece.replace(form, "")
-            tokens += self._literal.encode(piece, add_special_tokens=False).ids
+            tokens += self._literal.encode(_unmarked(piece, mark), add_special_tokens=False).ids
         return tokens
 
 
@@ -129,6 +131,12 @@ def _with_thoughts_apart(message: dict[str, Any]) -> dict[str, Any]:
 def _forms(mark: str) -> tuple[str, str]:
     """How a mark may look in a rendered text: a template may have written a value as JSON in ASCII."""
     return mark, json.dumps(mark)[1:-1]
+
+
+def _unmarked(text: str, mark: str) -> str:
+    for form in _forms(mark):
+        text = text.replace(form, "")
+    return text
 
 
 def _unused_mark(sent: Any) -> str:

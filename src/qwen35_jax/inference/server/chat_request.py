@@ -17,6 +17,7 @@ from qwen35_jax.inference.server.sampling_fields import (
     read_delivery,
     read_max_tokens,
     read_settings,
+    refuse_endless,
     seeded,
     with_length,
 )
@@ -97,7 +98,12 @@ def read_chat_request(content: Mapping[str, Any], served: ServedModel, context: 
     fields.refuse(_REFUSED, harmless=_ASKS_FOR_NOTHING)
     fields.refuse_unread(ignored=IGNORED)
     try:
-        prompt = served.chat_prompts.encode(messages, choice.tools, variables)
+        prompt = served.chat_prompts.encode(
+            messages,
+            choice.tools,
+            variables,
+            check=lambda text: refuse_endless("messages", served.token_texts.fewest_for(text), context),
+        )
     except MessageError:
         raise
     except PromptError as error:

@@ -16,6 +16,7 @@ from qwen35_jax.inference.server.sampling_fields import (
     read_delivery,
     read_max_tokens,
     read_settings,
+    refuse_endless,
     seeded,
     with_length,
 )
@@ -56,7 +57,7 @@ def read_completion_request(
     """
     fields = Fields(content)
     fields.value("model")
-    prompts = _prompts(fields, served)
+    prompts = _prompts(fields, served, context)
     delivery = read_delivery(fields)
     most = read_max_tokens(fields)
     top_logprobs = fields.integer("logprobs", 0, MOST_LOGPROBS)
@@ -89,13 +90,13 @@ def read_completion_request(
     return CompletionRequest(tuple(requests), delivery, tuple(echoes), top_logprobs)
 
 
-def _prompts(fields: Fields, served: ServedModel) -> list[list[int]]:
+def _prompts(fields: Fields, served: ServedModel, context: int) -> list[list[int]]:
     """The prompts as token ids: a string, a list of strings, a list of ids, or a list of such lists."""
     value = fields.value("prompt")
     if value is None:
         raise field_error("prompt", "is missing", code="missing_required_parameter")
     if isinstance(value, str):
-        return [_tokens(value, "prompt", served)]
+        return [_tokens(value, "prompt", served, context)]
     if not isinstance(value, list):
         raise field_error(
             "prompt", f"is {shown(value)}, expected a string or a list of strings or of token ids"
@@ -103,14 +104,15 @@ def _prompts(fields: Fields, served: ServedModel) -> list[list[int]]:
     if not value:
         raise field_error("prompt", "is empty")
     if not isinstance(value[0], str | list):
-        return [_tokens(value, "prompt", served)]
+        return [_tokens(value, "prompt", served, context)]
     if len(value) > MOST_PROMPTS:
         raise field_error("prompt", f"holds {len(value)} prompts, expected at most {MOST_PROMPTS}")
-    return [_tokens(prompt, f"prompt[{index}]", served) for index, prompt in enumerate(value)]
+    return [_tokens(prompt, f"prompt[{index}]", served, context) for index, prompt in enumerate(value)]
 
 
-def _tokens(prompt: str | Sequence[Any], field: str, served: ServedModel) -> list[int]:
+def _tokens(prompt: str | Sequence[Any], field: str, served: ServedModel, context: int) -> list[int]:
     if isinstance(prompt, str):
+        refuse_endless(field, served.token_texts.fewest_for(prompt), context)
         tokens = served.tokenizer.encode(prompt)
     elif isinstance(prompt, list):
         try:

@@ -125,6 +125,26 @@ def read_settings(fields: Fields, defaults: GenerationSettings, vocabulary_size:
     )
 
 
+def refuse_endless(prompt: str, fewest: int, context: int) -> None:
+    """Refuses a prompt that cannot fit, before it is made into tokens: that holds up everyone else for seconds.
+
+    Args:
+        prompt: field that it came from.
+        fewest: tokens that it takes at least.
+        context: tokens that there is room for, prompt and answer together.
+
+    Raises:
+        ApiError: it does not fit.
+    """
+    if fewest >= context:
+        raise field_error(
+            prompt,
+            f"has at least {fewest} tokens, and this server's context is {context} tokens for prompt and answer "
+            "together: shorten it",
+            code="context_length_exceeded",
+        )
+
+
 def with_length(
     settings: GenerationSettings,
     *,

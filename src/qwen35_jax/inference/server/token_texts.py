@@ -19,6 +19,11 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Tokenizer, rows: int):
         self._bytes = Vocabulary(tokenizer, rows, stop_id=0).tokens
+        self._longest = max(map(len, self._bytes))
+
+    def fewest_for(self, text: str) -> int:
+        """Tokens that a text takes at least: what the tokenizer would make of it is not fewer."""
+        return -(-len(text.encode("utf-8", errors="replace")) // self._longest)
 
     def bytes_of(self, token: int) -> bytes:
         """UTF-8, of which a token may hold a part of a character."""
