@@ -207,6 +207,7 @@ REFUSED = {
     "a reference to elsewhere": ({"$ref": "file:///etc/hostname"}, "does not fetch"),
     "nothing that satisfies it": ({"type": "integer", "minimum": 5, "maximum": 3}, "5.*3"),
     "nested too deeply": (nested(200), "recursion limit"),
+    "a reference to itself": ({"$ref": "#"}, "too complex to walk"),
     # Newer interpreters write deeper JSON, and leave it to the library to refuse it.
     "nested beyond the interpreter's stack": (
         nested(5 * sys.getrecursionlimit()),

@@ -326,6 +326,21 @@ WRONG = {
         "parameter 'x' of tool 'f' cannot be held to its schema: Pointer",
     ),
     "too many tools": ([tool(f"f{number}") for number in range(129)], None, "129 tools .* held to 128"),
+    "parameters that stand elsewhere": (
+        [tool("f", {"$ref": "#/$defs/a", "$defs": {"a": {"type": "object"}}})],
+        None,
+        r"the parameters of tool 'f' have \$ref .* write the properties out",
+    ),
+    "parameters that are alternatives": (
+        [tool("f", {"anyOf": [{"type": "object"}]})],
+        None,
+        "the parameters of tool 'f' have anyOf",
+    ),
+    "parameters that are no object": (
+        [tool("f", {"type": "array"})],
+        None,
+        "are 'array', expected an object",
+    ),
     "a type that is none": (
         [tool("f", {"properties": {"x": {"type": "int"}}})],
         None,

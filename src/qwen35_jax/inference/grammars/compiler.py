@@ -111,4 +111,6 @@ class GrammarCompiler:
         matcher = self._llguidance.LLMatcher(self._vocabulary, grammar, log_level=0, limits=self._limits)
         if matcher.is_error():
             raise GrammarError(f"{complaint}: {reason(matcher.get_error())}")
-        return GrammarWalk(matcher, self._stop_id, self._stop_ids)
+        walk = GrammarWalk(matcher, self._stop_id, self._stop_ids)
+        walk.allowed()  # some grammars show at their first step only that they cannot be walked: `{"$ref": "#"}`
+        return walk

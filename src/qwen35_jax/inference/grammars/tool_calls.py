@@ -73,6 +73,14 @@ def tool_call_grammar(
 def _function_rules(index: int, function: str, schema: Mapping[str, Any], *, strict: bool) -> Iterator[str]:
     """The rules of one function: its name, its parameters in any order, and the values of each."""
     _check_writable(f"the name of tool {function!r}", ToolCall(function, {}))
+    for keyword in ("$ref", "allOf", "anyOf", "oneOf", "not"):
+        if keyword in schema:
+            raise GrammarError(
+                f"the parameters of tool {function!r} have {keyword}, and calls cannot be held to "
+                "that: write the properties out"
+            )
+    if schema.get("type", "object") != "object":
+        raise GrammarError(f"the parameters of tool {function!r} are {schema['type']!r}, expected an object")
     declared = schema.get("properties")
     declared = declared if isinstance(declared, Mapping) else {}
     required = [name for name in _as_list(schema.get("required")) if isinstance(name, str)]
