@@ -329,7 +329,7 @@ WRONG = {
     "parameters that stand elsewhere": (
         [tool("f", {"$ref": "#/$defs/a", "$defs": {"a": {"type": "object"}}})],
         None,
-        r"the parameters of tool 'f' have \$ref .* write the properties out",
+        r"the parameters of tool 'f' have \$ref, .* write the properties out",
     ),
     "parameters that are alternatives": (
         [tool("f", {"anyOf": [{"type": "object"}]})],
