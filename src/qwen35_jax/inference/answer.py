@@ -64,7 +64,7 @@ class Answer:
         """Takes what one pass of the model drew for this row, [position]."""
         self.passes += self.reason is None and bool(emission.emitted[0])
         for position in np.flatnonzero(emission.emitted):
-            self.take(part_of(emission, position))
+            self.take(part_of(emission, int(position)))
 
     def take(self, emission: Emission) -> None:
         """Takes one draw for this row. After the answer's end it is not looked at.
