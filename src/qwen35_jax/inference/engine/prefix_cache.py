@@ -131,7 +131,7 @@ class PrefixCache(Generic[Block, Snapshot]):
 
     def holds(self, tokens: Sequence[int]) -> bool:
         """Whether there is a snapshot after exactly these tokens."""
-        return _prefix_name(tokens) in self._prefixes
+        return _block_names(tokens)[-1] in self._prefixes
 
     def add(
         self, tokens: Sequence[int], read_block: Callable[[int], Block], read_snapshot: Callable[[], Snapshot]
@@ -143,13 +143,12 @@ class PrefixCache(Generic[Block, Snapshot]):
             read_block: gives the keys and values of `BLOCK` tokens from the given one on.
             read_snapshot: gives the rest of the memory after these tokens.
         """
-        key = _prefix_name(tokens)
-        if not self.keeps_anything or key in self._prefixes:
+        if not self.keeps_anything:
             return
-        full = len(tokens) // BLOCK
-        names = list(itertools.islice(_names(tokens, full), 1, None))
-        if len(tokens) % BLOCK:
-            names.append(key)
+        names = _block_names(tokens)
+        key = names[-1]
+        if key in self._prefixes:
+            return
         for index, name in enumerate(names):
             if name not in self._blocks:
                 content = read_block(index * BLOCK)
@@ -157,9 +156,8 @@ class PrefixCache(Generic[Block, Snapshot]):
                 self._held += self._blocks[name].nbytes
             self._blocks[name].prefixes += 1
         snapshot = read_snapshot()
-        prefix = _Prefix(
-            len(tokens), tuple(names), tuple(tokens[full * BLOCK :]), snapshot, self._size(snapshot)
-        )
+        rest = tuple(tokens[len(tokens) // BLOCK * BLOCK :])
+        prefix = _Prefix(len(tokens), tuple(names), rest, snapshot, self._size(snapshot))
         self._prefixes[key] = prefix
         self._after.setdefault(self._run_before(prefix), set()).add(key)
         self._held += prefix.nbytes
@@ -201,12 +199,12 @@ def _names(tokens: Sequence[int], blocks: int) -> Iterator[bytes]:
         yield name
 
 
-def _prefix_name(tokens: Sequence[int]) -> bytes:
-    """The name of any prefix; that of a run where it ends with a block."""
+def _block_names(tokens: Sequence[int]) -> list[bytes]:
+    """Names of a prefix's blocks, the last filled in part or not. Its last one is the prefix's own."""
     full = len(tokens) // BLOCK
-    *_, name = _names(tokens, full)
+    name, *names = _names(tokens, full)
     rest = tokens[full * BLOCK :]
-    return _digest(name, rest) if rest else name
+    return [*names, _digest(names[-1] if names else name, rest)] if rest else names
 
 
 def _digest(name: bytes, tokens: Sequence[int]) -> bytes:
