@@ -19,7 +19,7 @@ from qwen35_jax.cli.options import (
     add_generation_options,
     add_model_options,
     generation_settings,
-    loading_progress,
+    load_model,
     speculation,
 )
 from qwen35_jax.cli.speeds import speed_line
@@ -59,7 +59,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     # From here on JAX is loaded. What is cheap to check is checked before the weights are read.
-    from qwen35_jax.checkpoint import load
     from qwen35_jax.checkpoint.model_name import find_model
     from qwen35_jax.config import ModelConfig
     from qwen35_jax.inference.chat.conversation import Conversation
@@ -80,13 +79,7 @@ def run(args: argparse.Namespace) -> int:
     encode_chat(
         template, tokenizer, [*system, {"role": "user", "content": "Hello"}], enable_thinking=args.think
     )
-    model = load(
-        folder,
-        dtype=args.dtype,
-        parameter_dtype=args.dtype,
-        mtp=drafting is not None,
-        progress=loading_progress,
-    )
+    model = load_model(args, folder, mtp=drafting is not None)
     conversation = Conversation(
         model,
         tokenizer,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qwen35_jax.cli.options import add_json_option, add_model_options, loading_progress
+from qwen35_jax.cli.options import add_json_option, add_model_options, load_model
 from qwen35_jax.errors import PromptError
 
 if TYPE_CHECKING:
@@ -61,7 +61,6 @@ def run(args: argparse.Namespace) -> int:
     text = _read(args.text, name)
 
     # From here on JAX is loaded. What is cheap to check is checked before the weights are read.
-    from qwen35_jax.checkpoint import load
     from qwen35_jax.checkpoint.model_name import find_model
     from qwen35_jax.config import ModelConfig
     from qwen35_jax.inference.compilation_cache import enable_compilation_cache
@@ -77,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     encoding = tokenizer.backend.encode(text)
     tokens = encoding.ids
     check_windows(len(tokens), window=window, stride=stride, context=context)
-    model = load(folder, dtype=args.dtype, parameter_dtype=args.dtype, progress=loading_progress)
+    model = load_model(args, folder, mtp=False)
     with _progress(name, len(tokens) - 1) as on_scored:
         measured = perplexity(
             model, tokens, window=window, stride=stride, batch=args.batch, on_scored=on_scored

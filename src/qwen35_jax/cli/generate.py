@@ -14,7 +14,7 @@ from qwen35_jax.cli.options import (
     add_json_option,
     add_model_options,
     generation_settings,
-    loading_progress,
+    load_model,
     speculation,
 )
 from qwen35_jax.cli.speeds import speed_line
@@ -67,7 +67,6 @@ def run(args: argparse.Namespace) -> int:
         raise PromptError("--chat needs a text: give --prompt instead of --prompt-ids")
 
     # From here on JAX is loaded. What is cheap to check is checked before the weights are read.
-    from qwen35_jax.checkpoint import load
     from qwen35_jax.checkpoint.model_name import find_model
     from qwen35_jax.config import ModelConfig
     from qwen35_jax.inference.compilation_cache import enable_compilation_cache
@@ -83,13 +82,7 @@ def run(args: argparse.Namespace) -> int:
     check_prompts([prompt], settings, config.text)
     stop_ids = _stop_ids(args, folder, config, tokenizer)
     drafting = speculation(args, config)
-    model = load(
-        folder,
-        dtype=args.dtype,
-        parameter_dtype=args.dtype,
-        mtp=drafting is not None,
-        progress=loading_progress,
-    )
+    model = load_model(args, folder, mtp=drafting is not None)
     result = generate(
         model,
         [prompt],

@@ -14,6 +14,7 @@ from qwen35_jax.errors import PromptError
 
 if TYPE_CHECKING:
     from qwen35_jax.checkpoint.progress import Advance
+    from qwen35_jax.checkpoint.source import LoadedModel
     from qwen35_jax.config import ModelConfig
     from qwen35_jax.inference.settings import GenerationSettings
     from qwen35_jax.inference.speculation import Speculation
@@ -141,6 +142,19 @@ def loading_progress(title: str, nbytes: int) -> AbstractContextManager[Advance]
 
     takes_long = nbytes > 200e6 and sys.stderr.isatty()
     return (progress_bar if takes_long else quiet)(title, nbytes)
+
+
+def load_model(args: argparse.Namespace, folder: Path, *, mtp: bool) -> LoadedModel:
+    """The model of `--model` in the precision of `--dtype`.
+
+    Args:
+        args: of the command line.
+        folder: that `--model` stands for.
+        mtp: with the multi-token-prediction head.
+    """
+    from qwen35_jax.checkpoint import load
+
+    return load(folder, dtype=args.dtype, parameter_dtype=args.dtype, mtp=mtp, progress=loading_progress)
 
 
 @contextlib.contextmanager

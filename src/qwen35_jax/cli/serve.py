@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qwen35_jax.cli.options import add_model_options, add_speculation_option, loading_progress, speculation
+from qwen35_jax.cli.options import add_model_options, add_speculation_option, load_model, speculation
 from qwen35_jax.errors import PromptError
 
 if TYPE_CHECKING:
@@ -86,7 +86,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     api_key = _api_key(args.api_key_file)
     # From here on JAX is loaded. What is cheap to check is checked before the weights are read.
-    from qwen35_jax.checkpoint import load
     from qwen35_jax.checkpoint.model_name import find_model
     from qwen35_jax.config import ModelConfig
     from qwen35_jax.inference.compilation_cache import enable_compilation_cache
@@ -108,13 +107,7 @@ def run(args: argparse.Namespace) -> int:
     drafting = speculation(args, config)
     with bound_socket(args.host, args.port) as listener:
         served = ServedModel.from_folder(_model_name(args, folder), folder, config.text)
-        model = load(
-            folder,
-            dtype=args.dtype,
-            parameter_dtype=args.dtype,
-            mtp=drafting is not None,
-            progress=loading_progress,
-        )
+        model = load_model(args, folder, mtp=drafting is not None)
         engine = Engine(
             model,
             served.tokenizer,
