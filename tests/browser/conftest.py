@@ -29,7 +29,7 @@ PATIENCE = 30_000  # milliseconds
 collect_ignore_glob = [] if importlib.util.find_spec("playwright") else ["test_*.py"]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # Playwright's event loop runs as long: tests of other files have their own.
 def browser() -> Iterator[Browser]:
     from playwright.sync_api import sync_playwright
 
