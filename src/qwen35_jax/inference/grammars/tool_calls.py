@@ -70,6 +70,24 @@ def tool_call_grammar(
     return "\n".join(rules) + _TEXT
 
 
+def may_be_text(parameter: str, schema: Mapping[str, Any]) -> bool:
+    """Whether a value in a call may be a text, which stands as it is, and not as JSON.
+
+    Args:
+        parameter: name of the value.
+        schema: of all parameters.
+
+    Raises:
+        GrammarError: calls cannot be held to the schema.
+    """
+    declared = schema.get("properties")
+    value = declared.get(parameter) if isinstance(declared, Mapping) else None
+    kinds = _kinds(value, schema, f"parameter {parameter!r}")
+    return any(
+        isinstance(kind["const"], str) if "const" in kind else kind["type"] == "string" for kind in kinds
+    )
+
+
 def _function_rules(index: int, function: str, schema: Mapping[str, Any], *, strict: bool) -> Iterator[str]:
     """The rules of one function: its name, its parameters in any order, and the values of each."""
     _check_writable(f"the name of tool {function!r}", ToolCall(function, {}))

@@ -1,14 +1,21 @@
-"""One choice of a chat's reply, as a message or as the pieces of one."""
+"""One choice of a chat's reply, as a message or as the pieces of one.
+
+An answer that has to call a tool, and is cut short in the middle of a call, tells what there is of that call. It ends
+for `length` then, whether a limit or a stop string cut it: that is the reason by which clients know such a call for one
+that is not to be made.
+"""
 
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 
 from qwen35_jax.inference.chat.answer_parser import (
     END_OF_THINK,
     THINK,
     AnswerEvent,
     AnswerParser,
+    Content,
     Reasoning,
 )
 from qwen35_jax.inference.chat.tool_call import ToolCall
@@ -16,6 +23,9 @@ from qwen35_jax.inference.results import FinishReason, TokenEvent, TokenLogprob
 from qwen35_jax.inference.server.chat_request import ChatRequest
 from qwen35_jax.inference.server.choice import JSON
 from qwen35_jax.inference.server.token_texts import TokenTexts
+from qwen35_jax.inference.server.unfinished_call import UnfinishedCall, unfinished_call
+
+_Event = AnswerEvent | UnfinishedCall
 
 
 class ChatChoice:
@@ -32,11 +42,13 @@ class ChatChoice:
         self.reasoning_tokens = 0
         self._index = index
         self._stop_ids = frozenset(request.requests[index].stop_ids)
+        self._tools = request.tools
         self._one_call = request.one_call
+        self._must_call = request.must_call
         self._token_texts = token_texts
         self._parser = AnswerParser(request.tools, in_thought=request.in_thought)
         self._thoughts = _ThoughtCounter(in_thought=request.in_thought)
-        self._events: list[AnswerEvent] = []  # that no stream has told of
+        self._events: list[_Event] = []  # that no stream has told of
         self._reasoning: list[str] = []
         self._content: list[str] = []
         self._calls: list[JSON] = []
@@ -57,10 +69,20 @@ class ChatChoice:
         self._keep(self._parser.push(event.text))
 
     def end(self, reason: FinishReason) -> None:
+        whole = True
         if not self.satisfied:
-            self._keep(self._parser.end())
+            events = self._parser.end()
+            if self._must_call and (
+                rest := "".join(each.text for each in events if isinstance(each, Content))
+            ):
+                whole = False
+                events = [each for each in events if not isinstance(each, Content)]
+                begun = unfinished_call(rest, self._tools)
+                self._keep([*events, *([] if begun is None else [begun])])
+            else:
+                self._keep(events)
         called = bool(self._calls) and (reason == "stop" or self.satisfied)
-        self._reason = "tool_calls" if called else reason
+        self._reason = "length" if not whole else "tool_calls" if called else reason
 
     def released(self) -> list[JSON]:
         pieces = [self._piece(delta) for delta in self._deltas()]
@@ -83,12 +105,12 @@ class ChatChoice:
         logprobs = {"content": self._logprobs, "refusal": None} if self._tells_logprobs else None
         return {"index": self._index, "message": message, "logprobs": logprobs, "finish_reason": self._reason}
 
-    def _keep(self, events: list[AnswerEvent]) -> None:
+    def _keep(self, events: Sequence[_Event]) -> None:
         for event in events:
             if self.satisfied:
                 return
             self._events.append(event)
-            if isinstance(event, ToolCall):
+            if isinstance(event, ToolCall | UnfinishedCall):
                 self._calls.append(_call(event))
                 self.satisfied = self._one_call
             else:
@@ -97,9 +119,11 @@ class ChatChoice:
     def _deltas(self) -> list[JSON]:
         """The events since the last call, neighbours of one kind together."""
         deltas: list[JSON] = []
-        calls_told = len(self._calls) - sum(isinstance(event, ToolCall) for event in self._events)
+        calls_told = len(self._calls) - sum(
+            isinstance(each, ToolCall | UnfinishedCall) for each in self._events
+        )
         for event in self._events:
-            if isinstance(event, ToolCall):
+            if isinstance(event, ToolCall | UnfinishedCall):
                 deltas.append({"tool_calls": [{"index": calls_told} | self._calls[calls_told]]})
                 calls_told += 1
                 continue
@@ -150,7 +174,7 @@ class _ThoughtCounter:
         return self._tokens if self._thinking is not None else 0
 
 
-def _call(call: ToolCall) -> JSON:
+def _call(call: ToolCall | UnfinishedCall) -> JSON:
     return {
         "id": f"call_{secrets.token_hex(12)}",
         "type": "function",

@@ -58,6 +58,7 @@ class ChatRequest:
         in_thought: whether the answer begins inside the thoughts.
         tools: whose calls are looked for in the answer.
         one_call: the first call ends the answer.
+        must_call: the answer is calls and nothing else, thoughts aside.
         top_logprobs: see `GenerationSettings`.
     """
 
@@ -66,6 +67,7 @@ class ChatRequest:
     in_thought: bool
     tools: tuple[Mapping[str, Any], ...]
     one_call: bool
+    must_call: bool
     top_logprobs: int | None
 
 
@@ -125,7 +127,15 @@ def read_chat_request(content: Mapping[str, Any], served: ServedModel, context: 
     if requests[0].constraint is not None:
         _refuse_beside_grammar(settings)
     one_call = bool(choice.tools) and not choice.parallel
-    return ChatRequest(tuple(requests), delivery, prompt.in_thought, choice.tools, one_call, top_logprobs)
+    return ChatRequest(
+        requests=tuple(requests),
+        delivery=delivery,
+        in_thought=prompt.in_thought,
+        tools=choice.tools,
+        one_call=one_call,
+        must_call=choice.mode == "required",
+        top_logprobs=top_logprobs,
+    )
 
 
 def _messages(fields: Fields) -> Sequence[Mapping[str, Any]]:
