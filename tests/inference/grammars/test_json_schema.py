@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import sys
 from typing import Any
 
 import jsonschema
+import llguidance
 import numpy as np
 import pytest
 import tokenizers
@@ -18,6 +20,7 @@ from tokenizers import decoders, models
 from qwen35_jax.errors import Qwen35Error
 from qwen35_jax.inference.grammars.compiler import GrammarCompiler
 from qwen35_jax.inference.grammars.errors import GrammarError
+from qwen35_jax.inference.grammars.schema_parts import MOST_OPTIONAL
 from qwen35_jax.inference.tokenizer import Tokenizer
 from tests.inference.conftest import FamilyTokenizer
 from tests.inference.grammars.walks import COMPILER, STOP_IDS, TOKENIZER, accepts, allowed_tokens, random_text
@@ -249,11 +252,60 @@ def test_large_bounds_cost_nothing_before_they_are_reached(schema: dict[str, Any
     assert not allowed_tokens(constraint) & set(STOP_IDS)
 
 
+def wide(count: int, kind: str = "integer", **more: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"{number}": {"type": kind} for number in range(count)}, **more}
+
+
+OPTIONAL = MOST_OPTIONAL // 4
+LISTED = [f"{number}" for number in range(5_000)]
+
+
+@pytest.mark.parametrize("kind", ["integer", "boolean"])
+@pytest.mark.parametrize("place", ["alone", "in a list"])
+def test_as_many_optional_properties_as_are_taken_can_be_walked(kind: str, place: str) -> None:
+    value = "12" if kind == "integer" else "true"
+    text = f'{{"1":{value}, "3":{value},\n    "{MOST_OPTIONAL - 1}": {value}}}'
+    schema = wide(MOST_OPTIONAL, kind)
+    if place == "in a list":
+        schema, text = {"type": "array", "items": schema}, f"[{text},{text}]"
+    assert accepts(COMPILER.json_schema(schema), text)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        wide(MOST_OPTIONAL + 1),
+        {"type": "array", "items": {"anyOf": [{"type": "null"}, wide(MOST_OPTIONAL + 1)]}},
+        {"anyOf": [wide(OPTIONAL, kind) for kind in ("integer", "string", "null", "boolean", "number")]},
+        {"$defs": {"a": wide(OPTIONAL)}, "allOf": [{"$ref": "#/$defs/a"}, wide(3 * OPTIONAL + 1)]},
+    ],
+    ids=["alone", "in a list", "alternatives", "a part that is referred to"],
+)
+def test_more_optional_properties_are_refused_before_an_answer_begins(schema: dict[str, Any]) -> None:
+    with pytest.raises(
+        GrammarError, match=f"an object has 2[0-9]+ properties that may be left out.*{MOST_OPTIONAL}"
+    ):
+        COMPILER.json_schema(schema)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        wide(5_000, required=LISTED),
+        {"type": "object", "properties": {key: wide(OPTIONAL) for key in "abcde"}},
+        {"const": wide(MOST_OPTIONAL + 1)},
+    ],
+    ids=["required", "in several objects", "a value"],
+)
+def test_what_is_not_left_out_of_one_object_is_not_counted(schema: dict[str, Any]) -> None:
+    allowed_tokens(COMPILER.json_schema(schema))
+
+
 def test_a_grammar_that_grows_too_complex_on_the_way_says_so() -> None:
-    properties = {f"{number}": {"type": "string"} for number in range(3_000)}
-    constraint = COMPILER.json_schema({"type": "object", "properties": properties})
+    small = copy.copy(COMPILER)
+    small._limits = llguidance.LLParserLimits(max_items_in_row=300, verbose_errors=False)
     with pytest.raises(GrammarError, match="items") as caught:
-        accepts(constraint, '{"1":"')
+        accepts(small.json_schema(wide(200)), '{"1":1')
     assert len(str(caught.value)) < 400
 
 

@@ -295,6 +295,16 @@ WRONG = {
         None,
         r"refers to '#/\$defs/y', which is no part of it",
     ),
+    "an object with too many properties": (
+        [
+            tool(
+                "f",
+                {"properties": {"x": {"properties": {f"p{i}": {} for i in range(2_001)}, "type": "object"}}},
+            )
+        ],
+        None,
+        "parameter 'x' of tool 'f' cannot be held to its schema: an object has 2001 properties",
+    ),
     "too many parameters": (
         [tool("f", {"properties": {f"x{number}": {} for number in range(65)}})],
         None,

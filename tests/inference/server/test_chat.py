@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from qwen35_jax.inference.server.api_error import ApiError
 from tests.inference.server.scripted_engine import CONTEXT
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -125,6 +126,20 @@ def test_reasoning_effort_turns_thinking_on_and_off(client, engine, served, effo
     post(client, reasoning_effort=effort)
     text = served.tokenizer.decode(engine.requests[0].prompt)
     assert text.endswith("<think>\n") == thinks
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": TOOLS, "tool_choice": "required"}, "tools"),
+    ],
+)
+def test_a_grammar_that_breaks_on_the_way_is_told_by_its_field(client, engine, served, fields, param):
+    post(client, **fields)
+    with pytest.raises(ApiError, match=f"^{param}: .*does not go on") as caught:
+        engine.requests[0].constraint.accept(served.tokenizer.encode("x")[0])
+    assert caught.value.param == param
 
 
 @pytest.mark.parametrize("stream", [False, True])

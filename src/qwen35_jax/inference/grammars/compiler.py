@@ -8,6 +8,7 @@ from typing import Any
 
 from qwen35_jax.inference.constraint import Constraint
 from qwen35_jax.inference.grammars.errors import GrammarError, reason
+from qwen35_jax.inference.grammars.schema_parts import refuse_wide_objects
 from qwen35_jax.inference.grammars.tool_calls import tool_call_grammar
 from qwen35_jax.inference.grammars.vocabulary import Vocabulary
 from qwen35_jax.inference.grammars.walk import AfterThought, GrammarWalk, as_bits
@@ -54,8 +55,11 @@ class GrammarCompiler:
         self._stop_ids = as_bits(stop_ids, rows)
         vocabulary = Vocabulary(tokenizer, rows, self._stop_id)
         self._vocabulary = llguidance.LLTokenizer(llguidance.TokenizerWrapper(vocabulary), n_vocab=rows)
-        # Rows of items at the default limit refuse an object with 500 properties that may all be absent.
-        self._limits = llguidance.LLParserLimits(max_items_in_row=10_000, verbose_errors=False)
+        # At the default limits an object with 500 properties that may all be absent is refused, and refused in the
+        # middle of an answer. These leave room for the objects that `refuse_wide_objects` lets through.
+        self._limits = llguidance.LLParserLimits(
+            max_items_in_row=30_000, step_max_items=1_000_000, verbose_errors=False
+        )
 
     def json_schema(self, schema: Mapping[str, Any]) -> Constraint:
         """An answer that is JSON of a schema and nothing else.
@@ -68,6 +72,7 @@ class GrammarCompiler:
                 can hold an answer to.
         """
         try:
+            refuse_wide_objects(schema, schema)
             grammar = self._llguidance.LLMatcher.grammar_from_json_schema(
                 json.dumps(schema, allow_nan=False), overrides={"whitespace_pattern": WHITE_SPACE}
             )

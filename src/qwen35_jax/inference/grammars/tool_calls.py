@@ -24,6 +24,7 @@ from typing import Any
 from qwen35_jax.inference.chat.messages import tool_schemas
 from qwen35_jax.inference.chat.tool_call import ToolCall, ToolCallReader
 from qwen35_jax.inference.grammars.errors import GrammarError, reason
+from qwen35_jax.inference.grammars.schema_parts import referred, refuse_wide_objects
 
 MOST_TOOLS = 128
 """That one grammar may choose from; it is what the OpenAI API takes, and takes half a second to compile."""
@@ -172,7 +173,7 @@ def _kinds(
     if isinstance(reference, str):
         if reference in followed:
             raise GrammarError(f"the schema of {where} refers to itself by {reference!r}")
-        target = _referred(reference, root)
+        target = referred(reference, root)
         if not isinstance(target, Mapping):
             raise GrammarError(f"the schema of {where} refers to {reference!r}, which is no part of it")
         beside = {key: value for key, value in schema.items() if key != "$ref"}
@@ -200,6 +201,10 @@ def _json_schema(kind: Mapping[str, Any], root: Mapping[str, Any], where: str, *
     """A schema as a text of its own: what it refers to goes with it."""
     import llguidance
 
+    try:
+        refuse_wide_objects(kind, root)
+    except GrammarError as error:
+        raise GrammarError(f"{where} cannot be held to its schema: {error}") from error
     schema: dict[str, Any] = {**_moved(kind), "x-guidance": {**_ONE_LINE, "lenient": not strict}}
     if '"$ref"' in json.dumps(schema):
         schema["$defs"] = {"tool": {key: _moved(value) for key, value in root.items() if key != "$id"}}
@@ -271,18 +276,6 @@ def _check_grammar(where: str, grammar: str) -> None:
     failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar)
     if failed:
         raise GrammarError(f"{where} cannot be held to its schema: {reason(messages[0])}")
-
-
-def _referred(reference: str, root: Mapping[str, Any]) -> Any:
-    """The part of the schema that a reference such as `#/$defs/City` names; None if there is none."""
-    if reference == "#":
-        return root
-    if not reference.startswith("#/"):
-        return None
-    part: Any = root
-    for name in reference[2:].split("/"):
-        part = part.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(part, Mapping) else None
-    return part
 
 
 def _literal(text: str) -> str:

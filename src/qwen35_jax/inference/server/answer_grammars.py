@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+from jaxtyping import UInt32
+
 from qwen35_jax.inference.constraint import Constraint
 from qwen35_jax.inference.grammars.compiler import GrammarCompiler
 from qwen35_jax.inference.grammars.errors import GrammarError
@@ -50,8 +53,15 @@ class AnswerGrammars:
             make = self._calls(choice)
         if make is None:
             return lambda: None
-        make = self._told(field, make)
-        return self._after_thought(make) if in_thought else make
+        made = self._after_thought(make) if in_thought else make
+
+        def told() -> Constraint:
+            try:
+                return _Told(made(), field)
+            except GrammarError as error:
+                raise _refusal(field, error) from error
+
+        return told
 
     def _format(self, response_format: Fields | None) -> Callable[[], Constraint] | None:
         if response_format is None:
@@ -78,14 +88,29 @@ class AnswerGrammars:
     def _calls(self, choice: ToolChoice) -> Callable[[], Constraint]:
         return lambda: self._compiler.tool_calls(choice.tools, parallel=choice.parallel)
 
-    def _told(self, field: str, make: Callable[[], Constraint]) -> Callable[[], Constraint]:
-        def made() -> Constraint:
-            try:
-                return make()
-            except GrammarError as error:
-                raise ApiError(f"{field}: {error}", param=field, code="invalid_value") from error
-
-        return made
-
     def _after_thought(self, make: Callable[[], Constraint]) -> Callable[[], Constraint]:
         return lambda: self._compiler.after_thought(make())
+
+
+class _Told:
+    """A constraint whose grammar may still break in the middle of an answer: its client is told by which field."""
+
+    def __init__(self, constraint: Constraint, field: str):
+        self._constraint = constraint
+        self._field = field
+
+    def allowed(self) -> UInt32[np.ndarray, "words"]:
+        try:
+            return self._constraint.allowed()
+        except GrammarError as error:
+            raise _refusal(self._field, error) from error
+
+    def accept(self, token: int) -> None:
+        try:
+            self._constraint.accept(token)
+        except GrammarError as error:
+            raise _refusal(self._field, error) from error
+
+
+def _refusal(field: str, error: GrammarError) -> ApiError:
+    return ApiError(f"{field}: {error}", param=field, code="invalid_value")
