@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models
 
 from qwen35_jax.errors import Qwen35Error
+from qwen35_jax.inference.constraint import Constraint
 from qwen35_jax.inference.grammars.compiler import GrammarCompiler
 from qwen35_jax.inference.grammars.errors import GrammarError
 from qwen35_jax.inference.grammars.schema_parts import MOST_OPTIONAL
@@ -119,6 +120,44 @@ def test_every_walk_ends_in_json_of_the_schema(schema: dict[str, Any], seed: int
 @given(st.integers(0, 2**32))
 def test_every_walk_through_an_object_of_any_kind_ends_in_one(seed: int) -> None:
     assert isinstance(json.loads(random_text(COMPILER.json_object(), random.Random(seed))), dict)
+
+
+FREE = {
+    "nothing in it": "{}",
+    "indented": json.dumps(
+        {"a": [1, -2.5e-3, {}, [], None, True], "b": {"é 🙂": '"\\'}}, indent=4, ensure_ascii=False
+    ),
+    "compact": '{"a":[0,{"b":false}]}',
+    "long numbers": '{"a": [12345678901234567890, -0.12345678901234567890, 1E+99]}',
+}
+NOT_FREE = {
+    "a list": "[]",
+    "digits without end": '{"a": ' + 21 * "1",
+    "digits without end behind the point": '{"a": 0.' + 21 * "1",
+    "zeros without end": '{"a": 00',
+    "more than a float can be": '{"a": 1e100',
+    "blanks without end": '{"a":  ',
+    "line breaks without end": "{\n\n",
+    "half a character in an escape": r'{"a": "\ud800"}',
+    "a comma behind the last member": '{"a": 1,}',
+}
+
+
+@pytest.mark.parametrize("text", FREE.values(), ids=FREE)
+def test_an_object_of_any_kind_is_accepted_however_it_is_printed(text: str) -> None:
+    json.loads(text)
+    assert accepts(COMPILER.json_object(), text)
+
+
+@pytest.mark.parametrize("text", NOT_FREE.values(), ids=NOT_FREE)
+def test_an_object_of_any_kind_does_not_run_on(text: str) -> None:
+    with pytest.raises(GrammarError, match="does not go on"):
+        accept_all(COMPILER.json_object(), text)
+
+
+def accept_all(constraint: Constraint, text: str) -> None:
+    for token in TOKENIZER.encode(text):
+        constraint.accept(token)
 
 
 COMPACT = '{"name":"a","age":7,"mood":null,"tags":["b"]}'

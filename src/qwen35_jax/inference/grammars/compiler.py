@@ -18,6 +18,20 @@ from qwen35_jax.inference.tokenizer import Tokenizer
 # and an end to what a model can write without getting any further.
 WHITE_SPACE = r" |\n(?: {0,40}|\t{0,10})"
 
+# An object of any kind. Its numbers have an end as its white space has: more digits than these are never meant, and a
+# model that has begun to repeat itself would write them for ever. None is too large for a float.
+_JSON_OBJECT = rf"""
+start: object
+object: "{{" space (member (space "," space member)* space)? "}}"
+member: string space ":" space value
+array: "[" space (value (space "," space value)* space)? "]"
+value: object | array | string | NUMBER | "true" | "false" | "null"
+string: %json {{"type": "string"}}
+space: SPACE?
+SPACE: /{WHITE_SPACE}/
+NUMBER: /-?(0|[1-9][0-9]{{0,19}})(\.[0-9]{{1,20}})?([eE][+-]?[0-9]{{1,2}})?/
+"""
+
 # Thoughts end at the first closing tag. Every template of the family then leaves one line empty.
 _THOUGHT = r"""
 start: thought "\n\n"
@@ -65,7 +79,8 @@ class GrammarCompiler:
         """An answer that is JSON of a schema and nothing else.
 
         Of JSON Schema it takes what `llguidance` does, which is most of draft 2020-12. Properties come in the schema's
-        order; others may follow them, unless `additionalProperties` is false.
+        order; others may follow them, unless `additionalProperties` is false. Numbers are as long as the schema lets
+        them be: `minimum` and `maximum` bound the digits of an integer.
 
         Raises:
             GrammarError: the schema is malformed, too large, satisfied by nothing, or has a keyword that no grammar
@@ -83,8 +98,9 @@ class GrammarCompiler:
         return self._walk(grammar, "the schema cannot be kept to")
 
     def json_object(self) -> Constraint:
-        """An answer that is a JSON object, whatever is in it."""
-        return self.json_schema({"type": "object"})
+        """An answer that is a JSON object, whatever is in it, but for numbers of more digits than any has a use for."""
+        grammar = self._llguidance.LLMatcher.grammar_from_lark(_JSON_OBJECT)
+        return self._walk(grammar, "JSON cannot be followed")
 
     def tool_calls(
         self, tools: Sequence[Mapping[str, Any]], *, name: str | None = None, parallel: bool = True
