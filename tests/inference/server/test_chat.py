@@ -132,12 +132,17 @@ def test_reasoning_effort_turns_thinking_on_and_off(client, engine, served, effo
     ("fields", "param"),
     [
         ({"response_format": {"type": "json_object"}}, "response_format"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+            "response_format.json_schema.schema",
+        ),
         ({"tools": TOOLS, "tool_choice": "required"}, "tools"),
+        ({"tools": TOOLS[1:], "tool_choice": "required"}, "tools[0].function.parameters"),
     ],
 )
 def test_a_grammar_that_breaks_on_the_way_is_told_by_its_field(client, engine, served, fields, param):
     post(client, **fields)
-    with pytest.raises(ApiError, match=f"^{param}: .*does not go on") as caught:
+    with pytest.raises(ApiError, match="does not go on") as caught:
         engine.requests[0].constraint.accept(served.tokenizer.encode("x")[0])
     assert caught.value.param == param
 

@@ -111,17 +111,30 @@ WRONG_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "missing"),
     ({"response_format": schema(name="x")}, "response_format.json_schema.schema", "missing"),
-    ({"response_format": schema(schema={"type": "wood"})}, "response_format", "schema"),
+    ({"response_format": schema(schema={"type": "wood"})}, "response_format.json_schema.schema", "wood"),
     ({"response_format": JSON, "tools": TOOLS}, "response_format", "tool_choice 'none'"),
     ({"response_format": JSON, "ignore_eos": True}, "ignore_eos", "behind the end"),
     ({"response_format": JSON, "min_tokens": 3}, "min_tokens", "behind the end"),
     (
         {
-            "tools": [function({"properties": {"a": {"type": "wood"}}})],
+            "tools": [*TOOLS, function({"properties": {"a": {"type": "wood"}}})],
             "tool_choice": "required",
         },
-        "tools",
-        "schema",
+        "tools[2].function.parameters",
+        "wood",
+    ),
+    (
+        {
+            "tools": [*TOOLS, function({"properties": {"a": {"type": "wood"}}})],
+            "tool_choice": CHOICE,
+        },
+        "tools[2].function.parameters",
+        "wood",
+    ),
+    (
+        {"tools": [*TOOLS, {"name": "a>b"}], "tool_choice": "required"},
+        "tools[2].name",
+        "cannot be told",
     ),
     ({"model": 5}, "model", "expected a string"),
 ]

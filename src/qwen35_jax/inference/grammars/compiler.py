@@ -114,7 +114,8 @@ class GrammarCompiler:
 
         Raises:
             MessageError: a tool is malformed.
-            GrammarError: no tool is declared, none has that name, or calls of one cannot be held to its schema.
+            GrammarError: no tool is declared, none has that name, or the schemas are too much for one grammar.
+            ToolError: calls of one tool cannot be held to its schema.
         """
         try:
             rules = tool_call_grammar(tools, name=name, parallel=parallel)

@@ -23,7 +23,7 @@ from typing import Any
 
 from qwen35_jax.inference.chat.messages import tool_schemas
 from qwen35_jax.inference.chat.tool_call import ToolCall, ToolCallReader
-from qwen35_jax.inference.grammars.errors import GrammarError, reason
+from qwen35_jax.inference.grammars.errors import GrammarError, ToolError, reason
 from qwen35_jax.inference.grammars.schema_parts import referred, refuse_wide_objects
 
 MOST_TOOLS = 128
@@ -49,7 +49,7 @@ _STRING_KEYWORDS = ("minLength", "maxLength", "pattern")
 def tool_call_grammar(
     tools: Sequence[Mapping[str, Any]], *, name: str | None = None, parallel: bool = True
 ) -> str:
-    """The grammar; arguments and errors as for `GrammarCompiler.tool_calls`."""
+    """The grammar; arguments and errors as for `GrammarCompiler.tool_calls`, `ToolError` among them."""
     schemas = tool_schemas(tools)
     strict = {function["name"] for tool in tools if (function := tool.get("function", tool)).get("strict")}
     if name is not None and name not in schemas:
@@ -67,7 +67,13 @@ def tool_call_grammar(
         f'call: "<tool_call>\\n<function=" ({functions}) "</function>\\n</tool_call>"',
     ]
     for index, function in enumerate(called):
-        rules += _function_rules(index, function, schemas[function], strict=function in strict)
+        part = "name"
+        try:
+            _check_writable(f"the name of tool {function!r}", ToolCall(function, {}))
+            part = "parameters"
+            rules += _function_rules(index, function, schemas[function], strict=function in strict)
+        except GrammarError as error:
+            raise ToolError(str(error), function, part) from error
     return "\n".join(rules) + _TEXT
 
 
@@ -91,7 +97,6 @@ def may_be_text(parameter: str, schema: Mapping[str, Any]) -> bool:
 
 def _function_rules(index: int, function: str, schema: Mapping[str, Any], *, strict: bool) -> Iterator[str]:
     """The rules of one function: its name, its parameters in any order, and the values of each."""
-    _check_writable(f"the name of tool {function!r}", ToolCall(function, {}))
     for keyword in ("$ref", "allOf", "anyOf", "oneOf", "not"):
         if keyword in schema:
             raise GrammarError(

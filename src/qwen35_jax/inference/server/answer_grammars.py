@@ -7,9 +7,10 @@ from collections.abc import Callable
 import numpy as np
 from jaxtyping import UInt32
 
+from qwen35_jax.inference.chat.messages import tool_schemas
 from qwen35_jax.inference.constraint import Constraint
 from qwen35_jax.inference.grammars.compiler import GrammarCompiler
-from qwen35_jax.inference.grammars.errors import GrammarError
+from qwen35_jax.inference.grammars.errors import GrammarError, ToolError
 from qwen35_jax.inference.server.api_error import ApiError, field_error
 from qwen35_jax.inference.server.fields import Fields
 from qwen35_jax.inference.server.tool_choice import ToolChoice
@@ -40,8 +41,7 @@ class AnswerGrammars:
         Raises:
             ApiError: the format or a tool's schema cannot be kept to.
         """
-        make = self._format(response_format)
-        field = "response_format"
+        field, make = self._format(response_format)
         if make is not None and choice.tools:
             raise field_error(
                 "response_format",
@@ -49,8 +49,9 @@ class AnswerGrammars:
                 "or say with tool_choice 'none' which it is",
             )
         if choice.mode == "required":
-            field = "tools"
-            make = self._calls(choice)
+            field, make = "tools", self._calls(choice)
+            if len(choice.tools) == 1:
+                (field,) = (f"{choice.places[name]}.parameters" for name in tool_schemas(choice.tools))
         if make is None:
             return lambda: None
         made = self._after_thought(make) if in_thought else make
@@ -58,14 +59,17 @@ class AnswerGrammars:
         def told() -> Constraint:
             try:
                 return _Told(made(), field)
+            except ToolError as error:
+                raise _refusal(f"{choice.places[error.tool]}.{error.part}", error) from error
             except GrammarError as error:
                 raise _refusal(field, error) from error
 
         return told
 
-    def _format(self, response_format: Fields | None) -> Callable[[], Constraint] | None:
+    def _format(self, response_format: Fields | None) -> tuple[str, Callable[[], Constraint] | None]:
+        """What makes a constraint of a format, if one does, and the field that such a constraint comes from."""
         if response_format is None:
-            return None
+            return "", None
         kind = response_format.choice("type", FORMATS)
         if kind is None:
             raise field_error("response_format.type", f"is missing, expected one of {', '.join(FORMATS)}")
@@ -81,9 +85,9 @@ class AnswerGrammars:
                 raise field_error("response_format.json_schema.schema", "is missing, expected a JSON schema")
             described.refuse_unread()
             response_format.refuse_unread()
-            return lambda: self._compiler.json_schema(schema)
+            return described.name("schema"), lambda: self._compiler.json_schema(schema)
         response_format.refuse_unread()
-        return self._compiler.json_object if kind == "json_object" else None
+        return "response_format", self._compiler.json_object if kind == "json_object" else None
 
     def _calls(self, choice: ToolChoice) -> Callable[[], Constraint]:
         return lambda: self._compiler.tool_calls(choice.tools, parallel=choice.parallel)

@@ -21,11 +21,13 @@ class ToolChoice:
         mode: of calls, `none`, `auto` or `required`.
         tools: that may be called. The model is told of no others, and of none with `none`.
         parallel: whether several calls may be made.
+        places: by the name of each tool, the field that its function stands in.
     """
 
     mode: Literal["none", "auto", "required"]
     tools: tuple[Mapping[str, Any], ...]
     parallel: bool
+    places: Mapping[str, str]
 
 
 def read_tool_choice(fields: Fields) -> ToolChoice:
@@ -38,6 +40,11 @@ def read_tool_choice(fields: Fields) -> ToolChoice:
     tools = checked_tools(fields.items("tools") or [])
     if len(tools) > MOST_TOOLS:
         raise field_error("tools", f"holds {len(tools)} tools, expected at most {MOST_TOOLS}")
+    places = {
+        name: f"tools[{index}]" + (".function" if "function" in tool else "")
+        for index, tool in enumerate(tools)
+        for name in tool_schemas([tool])
+    }
     parallel = fields.boolean("parallel_tool_calls", True)
     value = fields.value("tool_choice")
     if isinstance(value, dict):
@@ -46,16 +53,16 @@ def read_tool_choice(fields: Fields) -> ToolChoice:
         chosen = tuple(tool for tool in tools if name in tool_schemas([tool]))
         if not chosen:
             raise field_error("tool_choice", f"names {shown(name)}, which is none of the tools")
-        return ToolChoice("required", chosen, parallel)
+        return ToolChoice("required", chosen, parallel, places)
     if value == "none":
-        return ToolChoice("none", (), parallel)
+        return ToolChoice("none", (), parallel, places)
     if value == "required":
         if not tools:
             raise field_error("tool_choice", "is 'required', and there are no tools")
-        return ToolChoice("required", tuple(tools), parallel)
+        return ToolChoice("required", tuple(tools), parallel, places)
     if value not in (None, "auto"):
         raise field_error("tool_choice", f"is {shown(value)}, expected none, auto, required or a function")
-    return ToolChoice("auto", tuple(tools), parallel)
+    return ToolChoice("auto", tuple(tools), parallel, places)
 
 
 def _chosen_name(choice: dict[str, Any]) -> str:
