@@ -13,6 +13,7 @@ from qwen35_jax.inference.grammars.compiler import GrammarCompiler
 from qwen35_jax.inference.grammars.errors import GrammarError, ToolError
 from qwen35_jax.inference.server.api_error import ApiError, field_error
 from qwen35_jax.inference.server.fields import Fields
+from qwen35_jax.inference.server.strict_schema import refuse_open_schema
 from qwen35_jax.inference.server.tool_choice import ToolChoice
 
 FORMATS = ("text", "json_object", "json_schema")
@@ -79,11 +80,13 @@ class AnswerGrammars:
                 raise field_error("response_format.json_schema", "is missing")
             for told in ("name", "description"):
                 described.text(told)
-            described.boolean("strict")  # every schema is kept to, strictly
+            strict = described.boolean("strict")
             schema = described.mapping("schema")
             if schema is None:
                 raise field_error("response_format.json_schema.schema", "is missing, expected a JSON schema")
             described.refuse_unread()
+            if strict:
+                refuse_open_schema(schema, described.name("schema"))
             response_format.refuse_unread()
             return described.name("schema"), lambda: self._compiler.json_schema(schema)
         response_format.refuse_unread()

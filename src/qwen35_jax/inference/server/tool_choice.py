@@ -9,6 +9,7 @@ from typing import Any, Literal
 from qwen35_jax.inference.chat.messages import checked_tools, tool_schemas
 from qwen35_jax.inference.server.api_error import field_error, shown
 from qwen35_jax.inference.server.fields import Fields
+from qwen35_jax.inference.server.strict_schema import refuse_open_schema
 
 MOST_TOOLS = 128
 
@@ -45,6 +46,11 @@ def read_tool_choice(fields: Fields) -> ToolChoice:
         for index, tool in enumerate(tools)
         for name in tool_schemas([tool])
     }
+    for tool in tools:
+        function = tool.get("function", tool)
+        if function.get("strict") is True:
+            place = f"{places[function['name']]}.parameters"
+            refuse_open_schema(function.get("parameters") or {}, place)
     parallel = fields.boolean("parallel_tool_calls", True)
     value = fields.value("tool_choice")
     if isinstance(value, dict):
