@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from openai.types.chat import ChatCompletionMessage, ParsedChatCompletionMessage
 from starlette.testclient import TestClient
 
 from qwen35_jax.inference.server.api_error import ApiError
@@ -310,6 +311,41 @@ def test_b87_calls_and_their_results_can_be_sent_back_as_they_came(client, engin
     post(client, messages=[*HELLO, message, result], tools=TOOLS)
     prompt = served.tokenizer.decode(engine.requests[1].prompt)
     assert "<parameter=city>\nRome\n</parameter>" in prompt and "<tool_response>\nRain." in prompt
+
+
+@pytest.mark.parametrize("exclude_unset", [False, True])
+@pytest.mark.parametrize("message", [ChatCompletionMessage, ParsedChatCompletionMessage])
+def test_an_answer_can_be_sent_back_as_the_client_writes_it_down(
+    client, engine, served, message, exclude_unset
+):
+    engine.answer = "Hm.\n</think>\n\n" + TWO_CALLS
+    thinking = {"tools": TOOLS, "chat_template_kwargs": {"enable_thinking": True}}
+    answer = message.model_validate(post(client, **thinking)["choices"][0]["message"])
+    sent = answer.model_dump(exclude_unset=exclude_unset)
+    assert sent["reasoning_content"] == "Hm." and sent["refusal"] is None
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": "4"} for call in sent["tool_calls"]]
+    post(client, messages=[*HELLO, sent, *results], **thinking)
+    prompt = served.tokenizer.decode(engine.requests[1].prompt)
+    assert "<parameter=city>\nOslo\n</parameter>" in prompt and "Hm.\n</think>" in prompt
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": "x", "name": "someone", "type": "text"},
+        {"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]},
+        {"role": "user", "content": "x", "tool_calls": None, "refusal": None, "anything": None},
+        {
+            "role": "assistant",
+            "content": "x",
+            "annotations": [{"type": "url_citation"}],
+            "function_call": None,
+        },
+        {"role": "assistant", "content": "x", "tool_calls": [{"index": 0, "name": "f", "arguments": {}}]},
+    ],
+)
+def test_what_clients_write_into_messages_beside_their_text_is_taken(client, message):
+    post(client, messages=[*HELLO, message, *HELLO])
 
 
 def test_half_a_character_in_a_call_is_sent_as_json_has_it(client, engine):

@@ -36,6 +36,12 @@ def body(path: str, fields: dict[str, Any]) -> dict[str, Any]:
 IMAGE = {"role": "user", "content": [{"type": "image_url"}]}
 CHOICE = {"type": "function", "function": {"name": "f"}}
 JSON = {"type": "json_object"}
+TEXT = {"type": "text", "text": "x"}
+ANSWER = {"role": "assistant", "content": "x"}
+
+
+def called(**function: Any) -> dict[str, Any]:
+    return ANSWER | {"tool_calls": [{"id": "x", "type": "function", "function": {"name": "f"} | function}]}
 
 
 def schema(**described: Any) -> dict[str, Any]:
@@ -50,7 +56,29 @@ WRONG_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": None}, "messages", "missing"),
     ({"messages": []}, "messages", "empty"),
     ({"messages": "Hello"}, "messages", "expected a list"),
-    ({"messages": [5]}, "messages[0]", "expected a mapping"),
+    ({"messages": [5]}, "messages[0]", "is 5, expected an object"),
+    ({"messages": [USER, USER | {"contents": ""}]}, "messages[1].contents", "did you mean content?"),
+    ({"messages": [USER | {"content": 5}]}, "messages[0].content", "is 5"),
+    ({"messages": [USER | {"content": [TEXT | {"txt": ""}]}]}, "messages[0].content[0].txt", "mean text?"),
+    ({"messages": [USER | {"content": [5]}]}, "messages[0].content[0]", "is 5"),
+    ({"messages": [USER | {"tool_calls": [{}]}]}, "messages[0].tool_calls", "of the assistant"),
+    ({"messages": [USER, ANSWER | {"refusal": "No."}]}, "messages[1].refusal", "content"),
+    ({"messages": [USER, ANSWER | {"audio": {"id": "x"}}]}, "messages[1].audio", "speech"),
+    ({"messages": [USER, ANSWER | {"reasoning": "x"}]}, "messages[1].reasoning", "mean reasoning_content?"),
+    (
+        {"messages": [USER, called(argument="{}")]},
+        "messages[1].tool_calls[0].function.argument",
+        "arguments?",
+    ),
+    ({"messages": [USER, called(name=5)]}, "messages[1].tool_calls[0].function.name", "a string"),
+    ({"messages": [USER, ANSWER | {"tool_calls": [5]}]}, "messages[1].tool_calls[0]", "is 5"),
+    ({"messages": [USER | {"type": "image"}]}, "messages[0].type", "no kind of message"),
+    ({"tools": [5]}, "tools[0]", "is 5"),
+    ({"tools": [{"function": {"name": "f", "parameter": {}}}]}, "tools[0].function.parameter", "parameters?"),
+    ({"tools": [{"name": "f", "x": 1}]}, "tools[0].x", "no field"),
+    ({"tools": [{"function": {"name": "f"}, "x": 1}]}, "tools[0].x", "no field"),
+    ({"tools": [{"function": {"name": "f", "strict": 1}}]}, "tools[0].function.strict", "true or false"),
+    ({"tools": TOOLS, "tool_choice": CHOICE | {"x": 1}}, "tool_choice.x", "no field"),
     ({"messages": [{"role": "king", "content": ""}]}, "messages[0].role", "'king'"),
     ({"messages": [USER, {"role": "user"}]}, "messages[1].content", "missing"),
     ({"messages": [IMAGE]}, "messages[0].content[0].type", "text"),
@@ -91,12 +119,12 @@ WRONG_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"top_logprobs": 3}, "top_logprobs", "logprobs is not true"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "0 to 20"),
     ({"logprobs": 5}, "logprobs", "true or false"),
-    ({"tools": [{"type": "retrieval"}]}, "tools[0].type", "'function'"),
+    ({"tools": [{"type": "retrieval"}]}, "tools[0].type", "expected one of function"),
     ({"tools": TOOLS + TOOLS}, "tools[2].function.name", "already"),
     ({"tools": [function(5)]}, "tools[0].function.parameters", "5"),
     ({"tool_choice": "required"}, "tool_choice", "no tools"),
     ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice", "'any'"),
-    ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice.function", "expected"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice.function", "missing"),
     ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type", "expected"),
     ({"tool_choice": CHOICE}, "tool_choice", "none of the tools"),
     ({"functions": []}, "functions", "use tools"),

@@ -11,6 +11,7 @@ from qwen35_jax.inference.chat.messages import MessageError
 from qwen35_jax.inference.engine import Request
 from qwen35_jax.inference.server.api_error import ApiError, field_error, shown
 from qwen35_jax.inference.server.fields import Fields
+from qwen35_jax.inference.server.nested_fields import check_message_fields
 from qwen35_jax.inference.server.sampling_fields import (
     IGNORED,
     Delivery,
@@ -144,9 +145,7 @@ def _messages(fields: Fields) -> Sequence[Mapping[str, Any]]:
         raise field_error("messages", "is missing", code="missing_required_parameter")
     if not messages:
         raise field_error("messages", "is empty, expected at least one message")
-    for index, message in enumerate(messages):
-        if isinstance(message, dict) and message.get("function_call") is not None:
-            raise field_error(f"messages[{index}].function_call", "is the API's old form: use tool_calls")
+    check_message_fields(messages)
     return messages
 
 

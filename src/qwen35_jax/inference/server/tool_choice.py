@@ -9,6 +9,7 @@ from typing import Any, Literal
 from qwen35_jax.inference.chat.messages import checked_tools, tool_schemas
 from qwen35_jax.inference.server.api_error import field_error, shown
 from qwen35_jax.inference.server.fields import Fields
+from qwen35_jax.inference.server.nested_fields import check_tool_fields
 from qwen35_jax.inference.server.strict_schema import refuse_open_schema
 
 MOST_TOOLS = 128
@@ -38,7 +39,9 @@ def read_tool_choice(fields: Fields) -> ToolChoice:
         ApiError: a field cannot be taken.
         MessageError: a tool is malformed.
     """
-    tools = checked_tools(fields.items("tools") or [])
+    given = fields.items("tools") or []
+    check_tool_fields(given)
+    tools = checked_tools(given)
     if len(tools) > MOST_TOOLS:
         raise field_error("tools", f"holds {len(tools)} tools, expected at most {MOST_TOOLS}")
     places = {
@@ -72,11 +75,13 @@ def read_tool_choice(fields: Fields) -> ToolChoice:
 
 
 def _chosen_name(choice: dict[str, Any]) -> str:
-    expected = "expected {'type': 'function', 'function': {'name': ...}}"
-    if choice.get("type") != "function":
-        raise field_error("tool_choice.type", f"is {shown(choice.get('type'))}, {expected}")
-    function = choice.get("function")
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str):
-        raise field_error("tool_choice.function", f"is {shown(function)}, {expected}")
+    fields = Fields(choice, "tool_choice")
+    if fields.choice("type", ("function",)) is None:
+        raise field_error("tool_choice.type", "is missing, expected function")
+    function = fields.inner("function")
+    name = None if function is None else function.text("name")
+    if function is None or name is None:
+        raise field_error("tool_choice.function", "is missing or has no name")
+    function.refuse_unread()
+    fields.refuse_unread()
     return name
