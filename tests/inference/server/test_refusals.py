@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -18,6 +20,8 @@ from tests.inference.server.scripted_engine import CONTEXT
 from tests.inference.server.test_chat import HELLO, TOOLS, events
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+PYTHON = re.compile(r"\b(None|True|False|NoneType|dict|list object|sys\.\w+)\b")
+"""Words that no client has to know, whatever it is written in."""
 USER = {"role": "user", "content": "Hello"}
 
 
@@ -26,6 +30,7 @@ def refused(response: Any, status: int = 400) -> dict[str, Any]:
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert isinstance(error["message"], str) and "\n" not in error["message"]
+    assert not PYTHON.search(error["message"]), error["message"]
     return error
 
 
@@ -79,18 +84,23 @@ WRONG_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"function": {"name": "f"}, "x": 1}]}, "tools[0].x", "no field"),
     ({"tools": [{"function": {"name": "f", "strict": 1}}]}, "tools[0].function.strict", "true or false"),
     ({"tools": TOOLS, "tool_choice": CHOICE | {"x": 1}}, "tool_choice.x", "no field"),
-    ({"messages": [{"role": "king", "content": ""}]}, "messages[0].role", "'king'"),
+    ({"messages": [{"role": "king", "content": ""}]}, "messages[0].role", '"king"'),
     ({"messages": [USER, {"role": "user"}]}, "messages[1].content", "missing"),
     ({"messages": [IMAGE]}, "messages[0].content[0].type", "text"),
     ({"messages": [USER | {"function_call": {}}]}, "messages[0].function_call", "tool_calls"),
     ({"messages": [{"role": "system", "content": "x"}]}, "messages", "No user query"),
     ({"messages": [USER | {"content": "a " * 900}]}, "messages", f"context is {CONTEXT}"),
     ({"temprature": 1}, "temprature", "did you mean temperature?"),
-    ({"temperature": -1}, "temperature", "0 (greedy) or more"),
-    ({"temperature": "hot"}, "temperature", "'hot'"),
-    ({"temperature": True}, "temperature", "True"),
+    ({"temperature": -1}, "temperature", "from 0 (greedy) to 2"),
+    ({"temperature": "hot"}, "temperature", '"hot"'),
+    ({"temperature": True}, "temperature", "is true, expected a number"),
+    ({"temperature": 1e308}, "temperature", "is 1e+308, expected a number from 0 (greedy) to 2"),
+    ({"seed": 10**4000}, "seed", "000, expected an integer from"),
+    ({"n": True}, "n", "is true"),
+    ({"stop": [None]}, "stop", "holds null"),
+    ({"messages": [called(arguments=[None])]}, "messages[0].tool_calls[0].function.arguments", "is [null]"),
     ({"temperature": 10**400}, "temperature", "expected a number"),
-    ({"temperature": 2.5}, "temperature", "from 0 to 2"),
+    ({"temperature": 2.5}, "temperature", "to 2"),
     ({"presence_penalty": -3}, "presence_penalty", "from -2 to 2"),
     ({"frequency_penalty": 1e38}, "frequency_penalty", "from -2 to 2"),
     ({"repetition_penalty": 1e-30}, "repetition_penalty", "from 0.01 to 100"),
@@ -102,9 +112,9 @@ WRONG_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"n": 0}, "n", "1 to 128"),
     ({"n": 9}, "n", "takes 8 at once"),
     ({"stop": ["a"] * 5}, "stop", "at most 4"),
-    ({"stop": [""]}, "stop", "holds ''"),
+    ({"stop": [""]}, "stop", 'holds ""'),
     ({"stop": {"a": 1}}, "stop", "expected a string"),
-    ({"logit_bias": {"x": 1}}, "logit_bias", "'x'"),
+    ({"logit_bias": {"x": 1}}, "logit_bias", '"x"'),
     ({"logit_bias": {"99999": 1}}, "logit_bias", "0 to 2303"),
     ({"logit_bias": {"5": "much"}}, "logit_bias", "of token 5"),
     ({"logit_bias": {str(i): 1 for i in range(301)}}, "logit_bias", "301"),
@@ -123,7 +133,7 @@ WRONG_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": TOOLS + TOOLS}, "tools[2].function.name", "already"),
     ({"tools": [function(5)]}, "tools[0].function.parameters", "5"),
     ({"tool_choice": "required"}, "tool_choice", "no tools"),
-    ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice", "'any'"),
+    ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice", '"any"'),
     ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice.function", "missing"),
     ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type", "expected"),
     ({"tool_choice": CHOICE}, "tool_choice", "none of the tools"),
@@ -133,7 +143,7 @@ WRONG_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"reasoning_effort": "maximal"}, "reasoning_effort", "expected one of"),
     ({"chat_template_kwargs": {"messages": "x"}}, "chat_template_kwargs.messages", "not for requests"),
     ({"chat_template_kwargs": {"a": []}}, "chat_template_kwargs.a", "expected a string"),
-    ({"chat_template_kwargs": {"enable_thinking": "no"}}, "chat_template_kwargs.enable_thinking", "'no'"),
+    ({"chat_template_kwargs": {"enable_thinking": "no"}}, "chat_template_kwargs.enable_thinking", '"no"'),
     ({"response_format": "json"}, "response_format", "expected an object"),
     ({"response_format": {}}, "response_format.type", "missing"),
     ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
@@ -173,9 +183,10 @@ WRONG_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": {"a": 1}}, "prompt", "expected a string"),
     ({"prompt": ["a", ""]}, "prompt[1]", "empty"),
     ({"prompt": ["a", 5]}, "prompt[1]", "expected a string or a list"),
-    ({"prompt": [5, "a"]}, "prompt", "'a'"),
+    ({"prompt": [5, "a"]}, "prompt", '"a"'),
     ({"prompt": [[5], [2304]]}, "prompt[1]", "2303"),
-    ({"prompt": [True]}, "prompt", "True"),
+    ({"prompt": [True]}, "prompt", "holds true"),
+    ({"prompt": [None, 5]}, "prompt", "holds null"),
     ({"prompt": [-1]}, "prompt", "-1"),
     ({"prompt": ["a"] * 129}, "prompt", "at most 128"),
     ({"prompt": ["a"] * 9}, "n", "9 answers"),
@@ -199,6 +210,11 @@ def test_a_wrong_field_is_named(client, engine, path, fields, param, words):
     assert words in error["message"]
     assert error["type"] == "invalid_request_error"
     assert not engine.requests
+
+
+def test_a_top_p_that_rounds_to_nothing_leaves_the_most_likely_token(client, engine):
+    assert client.post(CHAT, json=body(CHAT, {"top_p": 1e-300})).status_code == 200
+    assert 0 < np.float32(engine.requests[0].settings.top_p) < 1e-20
 
 
 def test_a_context_that_is_too_short_has_the_code_that_programs_look_for(client):
@@ -237,11 +253,11 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_made_into_tokens(
     [
         (b"", "no JSON"),
         (b"{", "no JSON"),
-        (b"[1]", "a JSON list"),
-        (b"null", "a JSON NoneType"),
+        (b"[1]", "a JSON array"),
+        (b"null", "a JSON null"),
         (b'{"messages": NaN}', "NaN"),
         (b'{"temperature": 1e999}', "1e999"),
-        (b'{"seed": ' + b"9" * 5000 + b"}", "digits"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", "number of more than 4300 digits"),
         (b'{"a": "\xff"}', "not UTF-8: byte 7 is 0xff"),
         (b'{"a": "\\ud800"}', "half a character"),
         (b'{"\\udfff": 1}', "half a character"),

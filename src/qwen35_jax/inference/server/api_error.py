@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import reprlib
+import json
 from typing import Any
 
 from qwen35_jax.errors import NonFiniteError, QueueFullError, Qwen35Error
@@ -11,8 +11,7 @@ from qwen35_jax.inference.chat.messages import MessageError
 RETRY_AFTER_SECONDS = 1
 _LONGEST_MESSAGE = 600
 _LONGEST_FIELD = 100
-_REPR = reprlib.Repr()
-_REPR.maxstring = _REPR.maxother = _REPR.maxlong = 60
+_LONGEST_VALUE = 60
 
 
 class ApiError(Qwen35Error):
@@ -62,8 +61,11 @@ def field_error(field: str, complaint: str, *, code: str = "invalid_value") -> A
 
 
 def shown(value: Any) -> str:
-    """A value of a request in an error, cut short: it may be anything."""
-    return _REPR.repr(value)
+    """A value of a request in an error, as JSON has it and cut short: it may be anything."""
+    text = json.dumps(value, ensure_ascii=False)
+    if len(text) <= _LONGEST_VALUE:
+        return text
+    return f"{text[: _LONGEST_VALUE // 2]}...{text[-_LONGEST_VALUE // 2 + 3 :]}"
 
 
 def as_api_error(error: Qwen35Error) -> ApiError:

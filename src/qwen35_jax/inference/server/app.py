@@ -198,7 +198,7 @@ class _Endpoints:
         if not isinstance(name, str):
             raise field_error("model", f"is {shown(name)}, expected a string", code="invalid_type")
         raise ApiError(
-            f"there is no model {shown(name)}: this server has {self._served.name!r}",
+            f"there is no model {shown(name)}: this server has {shown(self._served.name)}",
             status=404,
             param="model",
             code="model_not_found",

@@ -115,6 +115,9 @@ def _tokens(prompt: str | Sequence[Any], field: str, served: ServedModel, contex
         refuse_endless(field, served.token_texts.fewest_for(prompt), context)
         tokens = served.tokenizer.encode(prompt)
     elif isinstance(prompt, list):
+        for token in prompt:
+            if not isinstance(token, int) or isinstance(token, bool):
+                raise field_error(field, f"holds {shown(token)}, expected token ids")
         try:
             tokens = check_token_ids(prompt, served.config.vocab_size)
         except PromptError as error:

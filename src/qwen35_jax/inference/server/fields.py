@@ -106,5 +106,5 @@ class Fields:
 
     def _not_boolean(self, key: str, value: Any, expected: str) -> Any:
         if isinstance(value, bool):  # an integer, to Python
-            raise field_error(self.name(key), f"is {value}, expected {expected}", code="invalid_type")
+            raise field_error(self.name(key), f"is {shown(value)}, expected {expected}", code="invalid_type")
         return value

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 from starlette.requests import Request
 
 from qwen35_jax.inference.chat.argument_types import read_json
-from qwen35_jax.inference.server.api_error import ApiError
+from qwen35_jax.inference.server.api_error import ApiError, shown
 
 DEEPEST = 64
 """Levels of objects and lists in one another. Schemas have about ten; what comes after would only exhaust a stack."""
 
 BODY_SECONDS = 60.0
+_KINDS = {list: "array", str: "string", bool: "boolean", int: "number", float: "number", type(None): "null"}
 
 
 async def read_body(request: Request, most: int) -> bytes:
@@ -31,7 +33,7 @@ async def read_body(request: Request, most: int) -> bytes:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     # Also what keeps web pages of other sites from posting here: a browser asks before it sends this type.
     if kind != "application/json" and not kind.endswith("+json"):
-        raise ApiError(f"the content type is {kind or 'missing'!r}, expected application/json")
+        raise ApiError(f"the content type is {shown(kind) if kind else 'missing'}, expected application/json")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > most:
         raise _too_large(most)
@@ -58,9 +60,13 @@ def parse_object(body: bytes) -> Mapping[str, Any]:
     except UnicodeDecodeError as error:
         raise ApiError(f"the body is not UTF-8: byte {error.start} is {body[error.start]:#04x}") from error
     except ValueError as error:
+        if "set_int_max_str_digits" in str(error):  # what the interpreter advises is not for clients
+            raise ApiError(
+                f"the body holds a number of more than {sys.get_int_max_str_digits()} digits"
+            ) from error
         raise ApiError(f"the body is no JSON: {error}") from error
     if not isinstance(content, dict):
-        raise ApiError(f"the body is a JSON {type(content).__name__}, expected an object")
+        raise ApiError(f"the body is a JSON {_KINDS[type(content)]}, expected an object")
     _check_values(content)
     return content
 

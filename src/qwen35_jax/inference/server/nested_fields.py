@@ -74,7 +74,7 @@ def check_tool_fields(tools: Sequence[Any]) -> None:
 
 
 def _check_part(part: Fields) -> None:
-    if part.value("type") == "text":  # others are not taken, whatever is in them
+    if part.text("type") == "text":  # others are not taken, whatever is in them
         part.text("text")
         part.refuse_unread(ignored=_IN_PARTS)
 
@@ -85,7 +85,11 @@ def _check_call(call: Fields) -> None:
     inner = call.inner("function")
     function = call if inner is None else inner
     function.text("name")
-    function.value("arguments")
+    arguments = function.value("arguments")
+    if not (arguments is None or isinstance(arguments, str | dict)):
+        raise field_error(
+            function.name("arguments"), f"is {shown(arguments)}, expected the JSON text of an object"
+        )
     call.refuse_unread(ignored=_IN_CALLS)
     function.refuse_unread(ignored=(*_IN_CALLS, *_IN_CALLED_FUNCTIONS))
 

@@ -26,22 +26,18 @@ IGNORED = (
 )
 """Fields of the API that ask for bookkeeping or speed, and change no answer."""
 
-_NUMBERS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
-_RANGES = {
-    "temperature": (0, 2),
-    "presence_penalty": (-2, 2),
-    "frequency_penalty": (-2, 2),
-    "repetition_penalty": (0.01, 100),
+_LEAST_TOP_P = 1e-30
+"""Less than any probability, and still a number where they are computed: whatever is below it means the same."""
+
+_NUMBERS: dict[str, tuple[float, float, str]] = {
+    "temperature": (0, 2, "a number from 0 (greedy) to 2"),
+    "top_p": (_LEAST_TOP_P, 1, "a number above 0 and at most 1"),
+    "min_p": (0, 1, "a number from 0 to 1"),
+    "repetition_penalty": (0.01, 100, "a number from 0.01 to 100"),
+    "presence_penalty": (-2, 2, "a number from -2 to 2"),
+    "frequency_penalty": (-2, 2, "a number from -2 to 2"),
 }
-"""Those of the API, where it has them. Far beyond, logits would leave the range of floating point numbers."""
+"""Ranges of the API, where it has them. Far beyond, logits would leave the range of floating point numbers."""
 
 _MOST_BIAS = 100
 _MOST_TOKENS = 2**31 - 1
@@ -95,21 +91,19 @@ def read_settings(fields: Fields, defaults: GenerationSettings, vocabulary_size:
     Raises:
         ApiError: a field is of a wrong type or out of range.
     """
-    given = {}
-    for name in _NUMBERS:
+    given: dict[str, float] = {}
+    for name, (least, most, expected) in _NUMBERS.items():
         value = fields.number(name)
-        if name == "top_k" and value == -1:  # says that it is off, to other servers
-            value = 0
         if value is None:
             continue
-        try:
-            dataclasses.replace(defaults, **{name: value})
-        except PromptError as error:
-            raise field_error(name, str(error).removeprefix(name).lstrip()) from error
-        least, most = _RANGES.get(name, (value, value))
+        if name == "top_p" and value > 0:
+            value = max(value, _LEAST_TOP_P)
         if not least <= value <= most:
-            raise field_error(name, f"is {value}, expected a number from {least} to {most}")
+            raise field_error(name, f"is {shown(value)}, expected {expected}")
         given[name] = value
+    top_k = fields.integer("top_k", -1, _MOST_TOKENS)
+    if top_k is not None:
+        given["top_k"] = max(top_k, 0)  # -1 says that it is off, to other servers
     seed = fields.integer("seed", -(2**63), 2**64 - 1)
     if seed is not None:
         given["seed"] = seed % 2**32
