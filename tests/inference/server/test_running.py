@@ -204,3 +204,44 @@ def test_an_address_is_what_was_asked_for_and_nobody_else_gets_it():
 def test_an_address_that_cannot_be_had_is_one_line(host, port, complaint):
     with pytest.raises(PromptError, match=complaint):
         bound_socket(host, port)
+
+
+CHUNKED = "POST {} HTTP/1.1\r\nhost: {}\r\ncontent-type: {}\r\ntransfer-encoding: chunked\r\n\r\n"
+BROKEN = "no number\r\n"
+
+
+def exchange(running: Running, *pieces: str) -> tuple[int, dict[str, Any]]:
+    """The status and the body of the first response to what is sent piece by piece."""
+    with socket.create_connection(("127.0.0.1", running.port), timeout=SECONDS) as connection:
+        for piece in pieces:
+            connection.sendall(piece.encode("latin-1"))
+            time.sleep(0.2)  # so that the first one is answered before the next one comes
+        response = http.client.HTTPResponse(connection)
+        response.begin()
+        return response.status, json.loads(response.read())
+
+
+@pytest.mark.parametrize(
+    ("path", "host", "kind", "status"),
+    [
+        ("/v1/nothing", "localhost", "application/json", 404),
+        (CHAT, "example.org", "application/json", 400),
+        (CHAT, "localhost", "text/plain", 400),
+        (CHAT, "localhost", "application/json", 400),
+    ],
+)
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_body_that_is_broken_is_no_failure_whether_it_is_read_or_not(
+    running, capsys, caplog, path, host, kind, status, at_once
+):
+    head = CHUNKED.format(path, host, kind)
+    found, told = exchange(running, *([head + BROKEN] if at_once else [head, BROKEN]))
+    assert found == (400 if at_once else status) and told["error"]["type"] == "invalid_request_error"
+    wait_for(lambda: running.metric("qwen35_http_requests_total") >= 1)
+    assert "Traceback" not in capsys.readouterr().err
+    assert not any(record.exc_info for record in caplog.records)
+
+
+def test_what_is_no_http_is_told_so_as_other_errors_are(running):
+    status, told = exchange(running, "\x00\x01\r\n\r\n")
+    assert (status, told["error"]["code"]) == (400, "invalid_http")

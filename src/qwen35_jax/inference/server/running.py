@@ -15,6 +15,7 @@ from starlette.applications import Starlette
 
 from qwen35_jax.errors import PromptError
 from qwen35_jax.inference.engine import Engine
+from qwen35_jax.inference.server.connection import Connection
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 LAST_WORDS_SECONDS = 5.0
@@ -72,7 +73,13 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: Starlette, engine: Engine, on_ready: Callable[[], None]):
         config = uvicorn.Config(
-            app, http="h11", ws="none", lifespan="off", log_config=None, access_log=False, server_header=False
+            app,
+            http=Connection,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
         )
         super().__init__(config)
         self._engine = engine
