@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qwen35_jax.inference.sampling import Sampling, draw, penalize, stack_settings, truncate
+from qwen35_jax.inference.sampling import Sampling, draw, most_likely, penalize, stack_settings, truncate
 from qwen35_jax.inference.settings import GenerationSettings
 
 VOCABULARY = 53
@@ -179,3 +179,9 @@ def test_nothing_sorts_the_vocabulary() -> None:
     program = str(jax.make_jaxpr(draw)(jnp.zeros((1, VOCABULARY)), row, jnp.zeros(1, jnp.int32)))
     assert "sort" not in program
     assert "top_k" not in program
+
+
+def test_most_likely_is_the_lowest_of_equals_and_a_token_of_the_vocabulary_whatever_the_logits() -> None:
+    logits = np.array([[0.5, 2.0, -1.0, 2.0, 0.0], [3.0, -np.inf, 3.0, 1.0, 3.0], [-np.inf] * 5], np.float32)
+    np.testing.assert_array_equal(most_likely(jnp.asarray(logits)), np.argmax(logits, axis=-1))
+    assert 0 <= int(most_likely(jnp.array([1.0, jnp.nan, 2.0]))) < 3

@@ -184,6 +184,18 @@ def draw_next(
     allowed: Allowed | None = None,
 ) -> tuple[Rows, Emission]:
     """Draws a token for every active row, and ends rows that drew a stop id or reached their length."""
+    emission = draw_tokens(logits, rows, sampling, limits, allowed)
+    return rows_after(rows, jax.tree.map(lambda field: field[None], emission), limits), emission
+
+
+def draw_tokens(
+    logits: Float[Array, "batch vocab"],
+    rows: Rows,
+    sampling: Sampling,
+    limits: Limits,
+    allowed: Allowed | None,
+) -> Emission:
+    """What every active row draws where it stands."""
     finite = jnp.isfinite(logits).all(axis=-1)
     wanted = penalize(logits + limits.bias.astype(logits.dtype), sampling, seen=rows.seen, counts=rows.counts)
     wanted = _forbid_short_answers(wanted, rows.step, limits)
@@ -191,17 +203,24 @@ def draw_next(
         wanted = jnp.where(_unpacked(allowed.bits, wanted.shape[-1]), wanted, -jnp.inf)
     token = jnp.where(rows.active, draw(wanted, sampling, rows.step), limits.pad_id)
     stopped = (token[:, None] == limits.stop_ids).any(axis=1) & rows.active
-    step = rows.step + rows.active
-    row, drawn = jnp.arange(token.shape[0]), jnp.where(rows.active, token, logits.shape[-1])
-    following = Rows(
-        token=token,
-        step=step,
-        active=rows.active & ~stopped & (step < limits.max_new_tokens),
-        seen=rows.seen.at[row, drawn].set(True, mode="drop"),
-        counts=rows.counts.at[row, drawn].add(1, mode="drop"),
-    )
     logprobs = _logprobs(logits, token, rows.active & sampling.tells_logprobs, limits)
-    return following, Emission(token, rows.active, stopped, finite | ~rows.active, logprobs)
+    return Emission(token, rows.active, stopped, finite | ~rows.active, logprobs)
+
+
+def rows_after(rows: Rows, emissions: Emission, limits: Limits) -> Rows:
+    """The rows after the draws [position batch] that were emitted, which are the leading ones of each row."""
+    emitted = emissions.emitted
+    drawn = emitted.sum(axis=0, dtype=rows.step.dtype)
+    last = jnp.take_along_axis(emissions.token, jnp.maximum(drawn - 1, 0)[None], axis=0)[0]
+    step = rows.step + drawn
+    row, seen = jnp.arange(drawn.shape[0]), jnp.where(emitted, emissions.token, rows.seen.shape[-1])
+    return Rows(
+        token=jnp.where(drawn > 0, last, rows.token),
+        step=step,
+        active=rows.active & ~emissions.stopped.any(axis=0) & (step < limits.max_new_tokens),
+        seen=rows.seen.at[row, seen].set(True, mode="drop"),
+        counts=rows.counts.at[row, seen].add(1, mode="drop"),
+    )
 
 
 def _forbid_short_answers(

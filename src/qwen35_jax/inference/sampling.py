@@ -113,19 +113,30 @@ def draw(
         logits: penalised; minus infinity where a token may not be drawn.
         step: tokens that each row has generated before this one.
     """
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    greedy = most_likely(logits)
     is_random = sampling.temperature >= GREEDY_BELOW
 
     def sampled() -> Int[Array, "batch"]:
         def row(row_logits: Float[Array, "vocab"], seed: Array, row_step: Array) -> Array:
             key = jax.random.fold_in(jax.random.key(seed), row_step)
             noise = jax.random.gumbel(key, row_logits.shape, jnp.float32)
-            return jnp.argmax(row_logits + noise).astype(jnp.int32)
+            return most_likely(row_logits + noise)
 
         tokens = jax.vmap(row)(truncate(logits, sampling), sampling.seed, step)
         return jnp.where(is_random, tokens, greedy)
 
     return jax.lax.cond(jnp.any(is_random), sampled, lambda: greedy)
+
+
+def most_likely(logits: Float[Array, "*batch vocab"]) -> Int[Array, "*batch"]:
+    """The token with the largest logit, the lowest id among equals; the last id where a logit is NaN.
+
+    Two plain reductions, which every backend vectorises. `jnp.argmax` is one over pairs, ten times slower on a CPU.
+    """
+    vocab = logits.shape[-1]
+    largest = jnp.max(logits, axis=-1, keepdims=True)
+    ids = jnp.where(logits == largest, jnp.arange(vocab, dtype=jnp.int32), vocab - 1)
+    return jnp.min(ids, axis=-1)
 
 
 def _ordered_bits(values: Float[Array, "batch vocab"]) -> UInt32[Array, "batch vocab"]:

@@ -26,6 +26,7 @@ from qwen35_jax.inference.buckets import Chunk, cache_capacity, prefill_chunks
 from qwen35_jax.inference.cache_rows import empty_cache, take_rows
 from qwen35_jax.inference.placement import Placement
 from qwen35_jax.inference.runnable import RunnableModel
+from qwen35_jax.inference.sampling import most_likely
 from qwen35_jax.model import Parameters
 from qwen35_jax.nn.text_model import TextModel
 
@@ -347,7 +348,7 @@ def _target_scores(
     def scored(hidden: Float[Array, "batch block embed"], targets: Int[Array, "batch block"]) -> Scores:
         logits = model.logits(hidden)
         of_target = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
-        return of_target - jax.nn.logsumexp(logits, axis=-1), logits.argmax(axis=-1) == targets
+        return of_target - jax.nn.logsumexp(logits, axis=-1), most_likely(logits) == targets
 
     def one(piece: tuple[Array, Array]) -> Scores:
         hidden, targets = piece

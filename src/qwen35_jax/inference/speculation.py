@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 from qwen35_jax.cache import Cache, init_draft_cache
 from qwen35_jax.config import TextConfig
 from qwen35_jax.errors import PromptError
-from qwen35_jax.inference.rows import Allowed, Emission, Limits, Rows, draw_next
+from qwen35_jax.inference.rows import Allowed, Emission, Limits, Rows, draw_next, draw_tokens, rows_after
 from qwen35_jax.inference.sampling import Sampling
 from qwen35_jax.model import Parameters
 from qwen35_jax.nn.text_model import TextModel
@@ -169,33 +169,45 @@ def _draw_while_guesses_hold(
     limits: Limits,
     allowed: Allowed | None = None,
 ) -> tuple[Rows, Bool[Array, "batch position"], Emission]:
-    """Draws position by position what plain decoding would; a row goes on while its draw is the next guess.
+    """Draws at every position what plain decoding would if the guesses before it hold, and keeps what they do hold for.
 
-    A row with a grammar does not: what it may draw next is not known yet.
+    A row with a grammar draws once: what it may draw next is not known yet.
 
     Returns:
         The rows, which of the pass's tokens were consumed, and the emissions [position batch].
     """
+    ahead = _rows_ahead(rows, guesses)
 
-    def draw_position(
-        carry: tuple[Rows, Bool[Array, "batch"]], position: tuple[Array, Array]
-    ) -> tuple[tuple[Rows, Bool[Array, "batch"]], tuple[Bool[Array, "batch"], Emission]]:
-        rows, reached = carry
-        logits, guess = position
-        drawn, emission = draw_next(logits, rows._replace(active=reached), sampling, limits, allowed)
-        rows = drawn._replace(
-            token=jnp.where(reached, drawn.token, rows.token),
-            active=jnp.where(reached, drawn.active, rows.active),
-        )
-        holds = drawn.active & (drawn.token == guess) & may_go_on
-        return (rows, holds), (reached, emission)
+    def draw_position(logits: Array, step: Array, seen: Array, counts: Array) -> Emission:
+        here = rows._replace(step=step, seen=seen, counts=counts)
+        return draw_tokens(logits, here, sampling, limits, allowed)
 
-    may_go_on = True if allowed is None else ~allowed.constrained
-    # No guess stands after the last position: whatever is drawn there, nothing follows it in this pass.
-    nothing = jnp.full_like(guesses[:, :1], -1)
-    positions = jnp.moveaxis(logits, 1, 0), jnp.concatenate([guesses, nothing], axis=1).T
-    (rows, _), (reached, emissions) = jax.lax.scan(draw_position, (rows, rows.active), positions)
-    return rows, reached.T, emissions
+    drawn = jax.vmap(draw_position)(jnp.moveaxis(logits, 1, 0), ahead.step, ahead.seen, ahead.counts)
+    may_go_on = rows.active if allowed is None else rows.active & ~allowed.constrained
+    goes_on = may_go_on & ~drawn.stopped & (ahead.step + 1 < limits.max_new_tokens)
+    holds = goes_on[:-1] & (drawn.token[:-1] == guesses.T)
+    reached = jnp.concatenate([rows.active[None], jnp.cumprod(holds, axis=0).astype(bool)])
+    emissions = drawn._replace(
+        token=jnp.where(reached, drawn.token, limits.pad_id),
+        emitted=reached,
+        stopped=drawn.stopped & reached,
+        finite=drawn.finite | ~reached,
+    )
+    return rows_after(rows, emissions, limits), reached.T, emissions
+
+
+def _rows_ahead(rows: Rows, guesses: Int[Array, "batch drafts"]) -> Rows:
+    """The rows at each position of a pass, if all guesses before it hold: `step`, `seen` and `counts` by position."""
+    drafts = guesses.shape[1]
+    position = jnp.arange(drafts + 1)
+    is_guess = guesses[..., None] == jnp.arange(rows.seen.shape[-1])
+    before = (position[:, None] > jnp.arange(drafts))[:, None, :, None]
+    guessed = jnp.sum(before & is_guess, axis=2, dtype=rows.counts.dtype)
+    return rows._replace(
+        step=rows.step + position[:, None],
+        seen=rows.seen | (guessed > 0),
+        counts=rows.counts + guessed,
+    )
 
 
 def _guess(

@@ -22,8 +22,8 @@ class TokenContext:
             the same.
         repeat: which repeat of the layer pattern is running, and so which part of a stacked cache is its own; None
             outside a stack.
-        tentative: the tokens are guesses. DeltaNet layers then return what each token would do to their memory,
-            instead of the memory after all of them.
+        tentative: the tokens are guesses, of one document; a row is real, or padding as a whole. DeltaNet layers then
+            return what each token would do to their memory, instead of the memory after all of them.
     """
 
     rotary_cos: Float[Array, "batch time rotary_half"]

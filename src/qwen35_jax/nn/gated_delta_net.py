@@ -97,7 +97,8 @@ class GatedDeltaNet(nnx.Module):
         state = None if cache is None else cache.state
         q, k, v, z, b, a = self.in_proj(x)
         conv_inputs = q, k, v
-        q, k, v, windows = self.conv(q, k, v, windows, context.segment_ids)
+        # There is no padding among tentative tokens but in rows that are nothing else, whose outputs nobody reads.
+        q, k, v, windows = self.conv(q, k, v, windows, None if context.tentative else context.segment_ids)
         if context.tentative:
             assert state is not None and context.segment_ids is not None
             o, writes = self.tentative_core(q, k, v, b, a, state, context.segment_ids)

@@ -55,7 +55,10 @@ def _narrow_linear(
 def _sum_in_float32(
     x: Float[Array, "*batch in"], weight: Float[Array, "out in"]
 ) -> Float[Array, "*batch out"]:
-    return jnp.einsum("...i,oi->...o", x, weight, preferred_element_type=jnp.float32)
+    """The product over rows: with more axes, XLA's CPU compiler may widen and transpose the weight at every call."""
+    rows = x.reshape(-1, x.shape[-1])
+    product = jnp.einsum("ni,oi->no", rows, weight, preferred_element_type=jnp.float32)
+    return product.reshape(*x.shape[:-1], -1)
 
 
 def _weights_first(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import einops
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from qwen35_jax.ops.gated_delta_rule.products import product, product_nt
 
@@ -34,29 +34,25 @@ def tentative_outputs(
     Returns:
         `(outputs, corrections)`, in the dtype of the state.
     """
-    time = q.shape[1]
-    q, k, v, log_decay, beta = (x.astype(state.dtype) for x in (q, k, v, log_decay, beta))
-    keys, queries = (_per_value_head(x, v.shape[2]) for x in (k, q))
+    q, k, v, log_decay, beta = (jnp.swapaxes(x.astype(state.dtype), 1, 2) for x in (q, k, v, log_decay, beta))
+    keys, queries = (einops.repeat(x, "b h t d -> b (h g) t d", g=v.shape[1] // x.shape[1]) for x in (k, q))
+    time = v.shape[2]
     asking = jnp.concatenate([keys, queries], axis=2)
-    from_state, from_keys = product(asking, state), product_nt(asking, keys)
+    recalled, read = jnp.split(product(asking, state), [time], axis=2)
+    of_keys, of_queries = jnp.split(product_nt(asking, keys), [time], axis=2)
+
+    token, earlier = jnp.arange(time)[:, None], jnp.arange(time)
+    faded = jnp.where(token >= earlier, jnp.exp(_sums(log_decay, after=earlier, until=token)), 0)
+    decay = jnp.exp(_sums(log_decay, after=-1, until=token))
+    overlap = jnp.where(token > earlier, beta[..., None] * faded * of_keys, 0)
+    wanted = beta[..., None] * (v - decay * recalled)
     corrections: list[Array] = []
-    outputs: list[Array] = []
     for i in range(time):
-        recalled, read = jnp.zeros_like(v[:, i]), jnp.zeros_like(v[:, i])
-        # Every sum of log decays is formed by itself, backwards from this token: differences of running sums lose the
-        # late ones after a strong decay.
-        since = jnp.zeros_like(log_decay[:, i])
-        for j in reversed(range(i)):
-            since = since + log_decay[:, j + 1]
-            faded = jnp.exp(since)[..., None] * corrections[j]
-            recalled = recalled + from_keys[:, :, i, j, None] * faded
-            read = read + from_keys[:, :, time + i, j, None] * faded
-        decay = jnp.exp(since + log_decay[:, 0])[..., None]
-        recalled = recalled + decay * from_state[:, :, i]
-        corrections.append(beta[:, i, :, None] * (v[:, i] - recalled))
-        read = read + decay * from_state[:, :, time + i]
-        outputs.append(read + from_keys[:, :, time + i, i, None] * corrections[i])
-    return jnp.stack(outputs, axis=1), jnp.stack(corrections, axis=1)
+        others = [overlap[:, :, i, j, None] * corrections[j] for j in range(i)]
+        corrections.append(wanted[:, :, i] - sum(others, jnp.zeros_like(wanted[:, :, i])))
+    corrected = jnp.stack(corrections, axis=2)
+    outputs = decay * read + product(faded * of_queries, corrected)
+    return jnp.swapaxes(outputs, 1, 2), jnp.swapaxes(corrected, 1, 2)
 
 
 def state_after(
@@ -68,17 +64,30 @@ def state_after(
 ) -> State:
     """The state after the tokens that count, which are the leading ones of each row."""
     counted = jnp.where(counts[..., None], log_decay.astype(state.dtype), 0)
-    keys = _per_value_head(k.astype(state.dtype), corrections.shape[2])
-    since = jnp.zeros_like(counted[:, 0])
+    counted = jnp.swapaxes(counted, 1, 2)
+    weight = jnp.exp(_sums(counted, after=jnp.arange(counts.shape[1])[:, None], until=counts.shape[1]))
+    weight = jnp.where(counts[:, None, :, None], weight, 0)
+    keys = einops.repeat(
+        k.astype(state.dtype), "b t h d -> b (h g) t d", g=corrections.shape[2] // k.shape[2]
+    )
+    keys = weight * keys
     new = jnp.zeros_like(state)
-    for i in reversed(range(k.shape[1])):  # outer products: nothing of the state's size beside the sum
-        weight = jnp.where(counts[:, i, None], jnp.exp(since), 0)
-        new = new + (weight[..., None] * keys[:, :, i])[..., None] * corrections[:, i, :, None, :]
-        since = since + counted[:, i]
-    return jnp.exp(since)[..., None, None] * state + new
+    for i in range(k.shape[1]):  # outer products: nothing of the state's size beside the sum
+        new = new + keys[:, :, i, :, None] * corrections[:, i, :, None, :]
+    return jnp.exp(counted.sum(axis=2))[..., None, None] * state + new
 
 
-def _per_value_head(
-    x: Float[Array, "batch time key_heads key_dim"], value_heads: int
-) -> Float[Array, "batch heads time key_dim"]:
-    return einops.repeat(x, "b t h d -> b (h g) t d", g=value_heads // x.shape[2])
+def _sums(
+    log_decay: Float[Array, "batch heads time"],
+    *,
+    after: Int[Array, "..."] | int,
+    until: Int[Array, "..."] | int,
+) -> Float[Array, "batch heads ..."]:
+    """For every pair of tokens, the sum of the log decays after one and until the other.
+
+    Every sum is formed by itself: differences of running sums lose the late ones after a strong decay.
+    """
+    token = jnp.arange(log_decay.shape[-1])
+    within = (token > jnp.asarray(after)[..., None]) & (token <= jnp.asarray(until)[..., None])
+    shaped = log_decay.reshape(*log_decay.shape[:2], *(1,) * (within.ndim - 1), -1)
+    return jnp.where(within, shaped, 0).sum(axis=-1)
