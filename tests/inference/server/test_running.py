@@ -245,3 +245,39 @@ def test_a_body_that_is_broken_is_no_failure_whether_it_is_read_or_not(
 def test_what_is_no_http_is_told_so_as_other_errors_are(running):
     status, told = exchange(running, "\x00\x01\r\n\r\n")
     assert (status, told["error"]["code"]) == (400, "invalid_http")
+
+
+@pytest.mark.parametrize(
+    ("begun", "more"),
+    [
+        ("", ""),
+        ("GET /health HTTP/1.1\r\nx: ", "y"),
+        (CHUNKED.format("/v1/nothing", "localhost", "text/plain"), "1\r\nx\r\n"),
+    ],
+    ids=["nothing", "half a head", "half a body that nobody reads"],
+)
+def test_a_connection_on_which_no_request_comes_is_ended(running, monkeypatch, begun, more):
+    monkeypatch.setattr("qwen35_jax.inference.server.connection.REQUEST_SECONDS", 0.5)
+    with socket.create_connection(("127.0.0.1", running.port), timeout=SECONDS) as client:
+        client.sendall(begun.encode())
+        started = time.monotonic()
+        client.settimeout(0.1)
+        while True:  # a client that sends a little from time to time
+            with contextlib.suppress(TimeoutError):
+                if not client.recv(9999):
+                    break
+            with contextlib.suppress(OSError):
+                client.sendall(more.encode())
+            assert time.monotonic() - started < SECONDS
+        assert time.monotonic() - started > 0.4
+
+
+def test_a_client_that_waits_for_its_answer_is_not_hurried(running, monkeypatch):
+    monkeypatch.setattr("qwen35_jax.inference.server.connection.REQUEST_SECONDS", 0.3)
+    running.engine.holds = True
+    client = running.begin()
+    wait_for(lambda: running.engine.running == 1)
+    time.sleep(0.6)
+    running.engine.end_all()
+    assert client.getresponse().status == 200
+    client.close()
