@@ -6,14 +6,15 @@
 short request that comes while a prompt of 4,000 tokens is being consumed, in pieces of that prompt. `prefix`: time to
 the first token of a prompt of which 1,024 tokens are remembered, over that of one of which nothing is. `overhead`: time
 of a pass in the engine with 8 requests, over that of the bare program. `speculation`: tokens a second of the built-in
-model with and without drafts, and the tokens of a pass. All but the last have random weights of the 0.8B shape, in
-bfloat16; they need 12 GiB of memory and a few minutes.
+model with and without drafts, the tokens of a pass, and the time of a pass. All but the built-in model have random
+weights of the 0.8B shape, in bfloat16; they need 12 GiB of memory and a few minutes.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import statistics
 import time
@@ -34,7 +35,7 @@ from qwen35_jax.inference.engine.engine import PASSES_IN_A_BLOCK
 from qwen35_jax.inference.engine.slots import decode_slots
 from qwen35_jax.inference.generation import generate
 from qwen35_jax.inference.settings import GenerationSettings
-from qwen35_jax.inference.speculation import Speculation
+from qwen35_jax.inference.speculation import HeadInput, Speculation
 from qwen35_jax.model import init_model
 
 ROWS = 8
@@ -42,14 +43,17 @@ NEW_TOKENS = 64
 LONG_PROMPT = 4000
 PIECE = 256
 SHARED_PROMPT, QUESTION = 1024, 32
+DRAFTS = (0, 1, 2, 4)
 
 
-def random_model(name: str) -> Any:
+def random_model(name: str, *, mtp: bool) -> Any:
     """Random weights of a published shape, laid out as `load` does on a CPU."""
     config = published(name)
     unroll = jax.default_backend() == "cpu"
     config = dataclasses.replace(config, text=dataclasses.replace(config.text, unroll_layers=unroll))
-    graphdef, parameters = init_model(config, seed=0, parameter_dtype=jnp.bfloat16, dtype=jnp.bfloat16)
+    graphdef, parameters = init_model(
+        config, seed=0, parameter_dtype=jnp.bfloat16, dtype=jnp.bfloat16, mtp=mtp
+    )
     return LoadedModel(config, graphdef, jax.block_until_ready(parameters), Path())
 
 
@@ -149,30 +153,56 @@ def bench_prefix(engine: Engine) -> dict[str, Any]:
     }
 
 
+def decoding(
+    model: Any, prompt: str | list[int], drafts: int, head_input: HeadInput, new: int
+) -> tuple[float, float]:
+    """Seconds of a pass of one row, and the tokens that a pass gives."""
+    speculation = Speculation(drafts, head_input) if drafts else None
+    settings = GenerationSettings(max_new_tokens=new, ignore_eos=True)
+    result = generate(model, [prompt], settings, speculation=speculation)
+    per_pass = result.generations[0].tokens_per_pass
+    return per_pass / result.timing.decode_tokens_per_second, per_pass
+
+
 def bench_speculation() -> Iterable[dict[str, Any]]:
-    """The built-in model on sentences that it knows."""
+    """The built-in model on sentences that it knows, with each number of drafts in turn."""
     model = load("nano", mtp=True)
     prompts = ["The capital of France", "The capital of Japan", "Once there was", "A bird is"]
-    settings = GenerationSettings(max_new_tokens=128, ignore_eos=True)
-
-    def run(speculation: Speculation | None) -> tuple[float, float]:
-        results = [generate(model, [p], settings, speculation=speculation) for p in prompts for _ in range(3)]
-        rate = statistics.median(result.timing.decode_tokens_per_second for result in results)
-        return rate, statistics.mean(r.generations[0].tokens_per_pass for r in results)
-
-    plain, _ = run(None)
     for head_input in ("final_norm", "residual"):
-        for drafts in (1, 2, 4):
-            rate, accepted = run(Speculation(drafts, head_input))
+        seconds: dict[int, list[float]] = {drafts: [] for drafts in DRAFTS}
+        accepted: dict[int, list[float]] = {drafts: [] for drafts in DRAFTS}
+        for _, prompt, drafts in itertools.product(range(5), prompts, DRAFTS):
+            of_a_pass, per_pass = decoding(model, prompt, drafts, head_input, 128)
+            seconds[drafts].append(of_a_pass / per_pass)
+            accepted[drafts].append(per_pass)
+        plain = statistics.median(seconds[0])
+        for drafts in DRAFTS[1:]:
+            of_a_token, per_pass = statistics.median(seconds[drafts]), statistics.mean(accepted[drafts])
             yield {
-                "name": f"speculation with {drafts} drafts, the head reading {head_input}: "
-                f"{accepted:.2f} tokens a pass; tokens a second over plain decoding",
-                "ours_seconds": 1 / rate,
+                "name": f"speculation with {drafts} drafts, the head reading {head_input}: {per_pass:.2f} tokens a "
+                "pass; tokens a second over plain decoding",
+                "ours_seconds": of_a_token,
                 "peer": "plain decoding",
-                "peer_seconds": 1 / plain,
-                "ratio": rate / plain,
-                "tokens_per_pass": accepted,
+                "peer_seconds": plain,
+                "ratio": plain / of_a_token,
+                "tokens_per_pass": per_pass,
             }
+
+
+def bench_speculative_passes(model: Any) -> Iterable[dict[str, Any]]:
+    """What a pass with drafts costs, which says how many tokens it has to give."""
+    seconds: dict[int, list[float]] = {drafts: [] for drafts in DRAFTS}
+    for _, drafts in itertools.product(range(3), DRAFTS):
+        seconds[drafts].append(decoding(model, [1, 2, 3], drafts, "final_norm", 33)[0])
+    plain = statistics.median(seconds[0])
+    for drafts in DRAFTS[1:]:
+        yield {
+            "name": f"a pass with {drafts} drafts, over a plain one",
+            "ours_seconds": statistics.median(seconds[drafts]),
+            "peer": "a plain pass",
+            "peer_seconds": plain,
+            "ratio": statistics.median(seconds[drafts]) / plain,
+        }
 
 
 PARTS = ("batch", "latency", "prefix", "overhead", "speculation")
@@ -202,9 +232,13 @@ def main() -> None:
     if "speculation" in arguments.parts:
         for result in bench_speculation():
             record(result)
+        for result in bench_speculative_passes(random_model(arguments.config, mtp=True)):
+            record(result)
     if set(arguments.parts) - {"speculation"}:
         context = LONG_PROMPT + NEW_TOKENS
-        engine = Engine(random_model(arguments.config), slots=ROWS, context=context, prefill_tokens=PIECE)
+        engine = Engine(
+            random_model(arguments.config, mtp=False), slots=ROWS, context=context, prefill_tokens=PIECE
+        )
         for part, bench in (
             ("batch", bench_batch),
             ("latency", bench_latency),
