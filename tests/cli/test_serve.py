@@ -13,6 +13,7 @@ import urllib.request
 import pytest
 
 from qwen35_jax import checkpoint
+from qwen35_jax.cli import serve
 from qwen35_jax.cli.main import main
 from qwen35_jax.cli.serve import KEY_VARIABLE
 from tests.inference.server.served_process import ServedProcess
@@ -72,6 +73,22 @@ def test_a_key_that_is_none_is_refused_instead_of_serving_everyone(capsys, monke
     assert "holds no key" in complaint(capsys, "--api-key-file", str(tmp_path / "key"))
 
 
+def test_slots_that_do_not_fit_are_one_line_and_nothing_is_compiled(capsys):
+    assert "1000000000 slots" in complaint(capsys, "--port", "0", "--slots", "1000000000")
+
+
+@pytest.mark.parametrize(("seconds", "lines"), [(0.0, 0), (0.3, 2)])
+def test_work_that_takes_a_while_is_told_with_its_time(capsys, monkeypatch, seconds, lines):
+    monkeypatch.setattr(serve, "PATIENCE", 0.1)
+    with serve._telling("compiling"):
+        time.sleep(seconds)
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == lines
+    assert not told or (
+        told[0] == "qwen35: compiling" and re.fullmatch(r"qwen35: compiled in 0\.\d s", told[1])
+    )
+
+
 @pytest.mark.parametrize("package", ["starlette", "uvicorn", "prometheus_client"])
 @pytest.mark.usefixtures("no_weights")
 def test_without_the_extra_it_says_what_to_install(capsys, monkeypatch, package):
@@ -100,6 +117,8 @@ def test_a_signal_lets_it_finish_what_runs_and_a_second_one_does_not(tmp_path, c
             r"qwen35: house/model is served at http://127\.0\.0\.1:\d+ \(.* 1 slots of 2048 tokens take .*",
             server.lines[-1],
         )
+        assert any(line.startswith("qwen35: compiling the programs of house/model") for line in server.lines)
+        assert re.fullmatch(r"qwen35: compiled in \d+\.\d s", server.lines[-2])
         asked = {
             "model": "house/model",
             "prompt": "The",

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +25,8 @@ HELP = (
     "server once what runs is answered; a second one cancels it."
 )
 KEY_VARIABLE = "QWEN35_API_KEY"
+PATIENCE = 1.0
+"""Seconds without a word."""
 MAX_BODY_BYTES = 4 * 2**20
 """Room for some million characters, or half as many token ids."""
 
@@ -108,16 +114,17 @@ def run(args: argparse.Namespace) -> int:
     with bound_socket(args.host, args.port) as listener:
         served = ServedModel.from_folder(_model_name(args, folder), folder, config.text)
         model = load_model(args, folder, mtp=drafting is not None)
-        engine = Engine(
-            model,
-            served.tokenizer,
-            slots=args.slots,
-            context=args.context,
-            prefill_tokens=args.prefill_tokens,
-            queue_limit=args.queue,
-            speculation=drafting,
-            prefix_cache_bytes=args.prefix_cache_bytes,
-        )
+        with _telling(f"compiling the programs of {served.name}, which is served once they are there"):
+            engine = Engine(
+                model,
+                served.tokenizer,
+                slots=args.slots,
+                context=args.context,
+                prefill_tokens=args.prefill_tokens,
+                queue_limit=args.queue,
+                speculation=drafting,
+                prefix_cache_bytes=args.prefix_cache_bytes,
+            )
         app = create_app(
             engine,
             served,
@@ -185,6 +192,27 @@ def _model_name(args: argparse.Namespace, folder: Path) -> str:
         return args.model_name
     given = Path(args.model).expanduser()
     return folder.resolve().name if given == folder else args.model
+
+
+@contextlib.contextmanager
+def _telling(work: str) -> Iterator[None]:
+    """Tells what is being done, and at its end how long it took, if it takes longer than people wait without asking.
+
+    What is refused is refused at once, so that there is one line about it and no other.
+    """
+    started = time.perf_counter()
+    telling = threading.Timer(PATIENCE, _note, [work])
+    telling.daemon = True
+    telling.start()
+    try:
+        yield
+    except BaseException:
+        telling.cancel()
+        raise
+    telling.cancel()
+    telling.join()
+    if (seconds := time.perf_counter() - started) >= PATIENCE:
+        _note(f"compiled in {seconds:.1f} s")
 
 
 def _note(text: str) -> None:
