@@ -124,7 +124,9 @@ def test_thoughts_are_told_apart_from_content(client, engine, thinking, answer, 
     ("effort", "thinks"), [("none", False), ("low", True), ("high", True), (None, False)]
 )
 def test_reasoning_effort_turns_thinking_on_and_off(client, engine, served, effort, thinks):
-    post(client, reasoning_effort=effort)
+    post(
+        client, reasoning_effort=effort, chat_template_kwargs={"enable_thinking": thinks if effort else None}
+    )
     text = served.tokenizer.decode(engine.requests[0].prompt)
     assert text.endswith("<think>\n") == thinks
 

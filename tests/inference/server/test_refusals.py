@@ -144,6 +144,16 @@ WRONG_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"chat_template_kwargs": {"messages": "x"}}, "chat_template_kwargs.messages", "not for requests"),
     ({"chat_template_kwargs": {"a": []}}, "chat_template_kwargs.a", "expected a string"),
     ({"chat_template_kwargs": {"enable_thinking": "no"}}, "chat_template_kwargs.enable_thinking", '"no"'),
+    (
+        {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},
+        "chat_template_kwargs.enable_thinking",
+        'is true, and reasoning_effort is "none"',
+    ),
+    (
+        {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}},
+        "chat_template_kwargs.enable_thinking",
+        'is false, and reasoning_effort is "low"',
+    ),
     ({"response_format": "json"}, "response_format", "expected an object"),
     ({"response_format": {}}, "response_format.type", "missing"),
     ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),

@@ -129,6 +129,15 @@ def test_a_body_that_stops_halfway_and_a_client_that_leaves_are_no_failure(runni
     assert "Traceback" not in capsys.readouterr().err
 
 
+def test_a_client_that_ends_its_side_of_the_connection_counts_as_gone(running):
+    running.engine.holds = True
+    connection = running.begin()
+    wait_for(lambda: running.engine.running == 1)
+    connection.sock.shutdown(socket.SHUT_WR)
+    wait_for(lambda: running.engine.running == 0)
+    connection.close()
+
+
 def test_several_requests_follow_each_other_on_one_connection(running):
     connection = running.connection()
     for _ in range(3):

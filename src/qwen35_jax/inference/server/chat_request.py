@@ -161,8 +161,7 @@ def _template_variables(fields: Fields) -> dict[str, Any]:
     """What the template reads beside messages and tools."""
     variables = {}
     effort = fields.choice("reasoning_effort", EFFORTS)
-    if effort is not None:
-        variables["enable_thinking"] = effort != "none"
+    thinks = None if effort is None else effort != "none"
     for name, value in (fields.mapping("chat_template_kwargs") or {}).items():
         field = f"chat_template_kwargs.{name}"
         if name in _TEMPLATE_ARGUMENTS:
@@ -175,7 +174,12 @@ def _template_variables(fields: Fields) -> dict[str, Any]:
         raise field_error(
             "chat_template_kwargs.enable_thinking", f"is {shown(thinking)}, expected true or false"
         )
-    return variables
+    if thinks is not None and thinking not in (None, thinks):
+        raise field_error(
+            "chat_template_kwargs.enable_thinking",
+            f"is {shown(thinking)}, and reasoning_effort is {shown(effort)}: leave one of them out",
+        )
+    return variables if thinks is None else variables | {"enable_thinking": thinks}
 
 
 def _refuse_beside_grammar(settings: GenerationSettings) -> None:
