@@ -16,6 +16,7 @@ from qwen35_jax import checkpoint
 from qwen35_jax.cli import serve
 from qwen35_jax.cli.main import main
 from qwen35_jax.cli.serve import KEY_VARIABLE
+from qwen35_jax.inference.buckets import PREFILL_BUCKETS
 from tests.inference.server.served_process import ServedProcess
 
 
@@ -54,6 +55,14 @@ def complaint(capsys: pytest.CaptureFixture[str], *options: str) -> str:
 @pytest.mark.usefixtures("no_weights")
 def test_what_cannot_be_is_one_line_before_the_weights_are_read(capsys, options, words):
     assert words in complaint(capsys, "--port", "0", *options)
+
+
+def test_the_help_lists_the_lengths_of_a_piece(capsys):
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    listed = re.search(r"others wait: ([\d, or]+)\(default 256\)", " ".join(capsys.readouterr().out.split()))
+    assert listed is not None
+    assert tuple(map(int, re.findall(r"\d+", listed[1]))) == PREFILL_BUCKETS
 
 
 @pytest.mark.usefixtures("no_weights")

@@ -25,6 +25,8 @@ HELP = (
     "server once what runs is answered; a second one cancels it."
 )
 KEY_VARIABLE = "QWEN35_API_KEY"
+PREFILL_CHOICES = "16, 32, 64, 128, 256 or 512"
+"""As `buckets.PREFILL_BUCKETS` has them, which would load JAX for a text."""
 PATIENCE = 1.0
 """Seconds without a word."""
 MAX_BODY_BYTES = 4 * 2**20
@@ -74,7 +76,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=256,
         metavar="N",
-        help="tokens of a prompt that are consumed in one piece, while the others wait (default 256)",
+        help="tokens of a prompt that are consumed in one piece, while the others wait: "
+        f"{PREFILL_CHOICES} (default 256)",
     )
     engine.add_argument(
         "--queue", type=int, default=64, metavar="N", help="requests that may wait for a slot (default 64)"
