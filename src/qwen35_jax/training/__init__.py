@@ -1,0 +1,1 @@
+"""Fine-tuning: data, losses, optimizers, and the trainer that puts them together."""
