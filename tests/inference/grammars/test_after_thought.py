@@ -65,3 +65,14 @@ def test_calls_follow_thoughts() -> None:
     text = f"Let me look.\n{TAG}\n\n<tool_call>\n<function=now>\n</function>\n</tool_call>"
     assert accepts(walk, text)
     assert parse_answer(text, tools, in_thought=True).tool_calls
+
+
+def test_a_copy_walks_alone_from_where_it_was_made() -> None:
+    walk = COMPILER.after_thought(COMPILER.json_schema({"const": 12}))
+    for token in TOKENIZER.encode("Hm.\n</think>\n\n1"):
+        walk.accept(token)
+    copied = walk.copy()
+    (two,) = TOKENIZER.encode("2")
+    walk.accept(two)
+    assert allowed_tokens(walk) == set(STOP_IDS)
+    assert allowed_tokens(copied) == {two}

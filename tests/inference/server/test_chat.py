@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 from openai.types.chat import ChatCompletionMessage, ParsedChatCompletionMessage
 from starlette.testclient import TestClient
 
+from qwen35_jax.inference.grammars.compiler import GrammarCompiler
 from qwen35_jax.inference.server.api_error import ApiError
 from tests.inference.server.scripted_engine import CONTEXT
 
@@ -129,6 +131,25 @@ def test_reasoning_effort_turns_thinking_on_and_off(client, engine, served, effo
     )
     text = served.tokenizer.decode(engine.requests[0].prompt)
     assert text.endswith("<think>\n") == thinks
+
+
+def test_a_grammar_is_compiled_once_for_all_choices_and_each_walks_alone(client, engine, served, monkeypatch):
+    compiled: list[Any] = []
+    compile_schema = GrammarCompiler.json_schema
+
+    def noted(self, schema):
+        compiled.append(schema)
+        return compile_schema(self, schema)
+
+    monkeypatch.setattr(GrammarCompiler, "json_schema", noted)
+    asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    post(client, n=3, response_format=asked)
+    assert compiled == [SCHEMA]
+    first, second, third = (request.constraint for request in engine.requests)
+    before = second.allowed()
+    first.accept(served.tokenizer.encode("{")[0])
+    assert not np.array_equal(first.allowed(), before)
+    assert np.array_equal(third.allowed(), before)
 
 
 @pytest.mark.parametrize(

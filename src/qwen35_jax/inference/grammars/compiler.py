@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from qwen35_jax.inference.constraint import Constraint
 from qwen35_jax.inference.grammars.errors import GrammarError, reason
 from qwen35_jax.inference.grammars.schema_parts import refuse_wide_objects
 from qwen35_jax.inference.grammars.tool_calls import tool_call_grammar
@@ -75,7 +74,7 @@ class GrammarCompiler:
             max_items_in_row=30_000, step_max_items=1_000_000, verbose_errors=False
         )
 
-    def json_schema(self, schema: Mapping[str, Any]) -> Constraint:
+    def json_schema(self, schema: Mapping[str, Any]) -> GrammarWalk:
         """An answer that is JSON of a schema and nothing else.
 
         Of JSON Schema it takes what `llguidance` does, which is most of draft 2020-12. Properties come in the schema's
@@ -97,14 +96,14 @@ class GrammarCompiler:
             raise GrammarError(f"the schema is no JSON object: {error}") from error
         return self._walk(grammar, "the schema cannot be kept to")
 
-    def json_object(self) -> Constraint:
+    def json_object(self) -> GrammarWalk:
         """An answer that is a JSON object, whatever is in it, but for numbers of more digits than any has a use for."""
         grammar = self._llguidance.LLMatcher.grammar_from_lark(_JSON_OBJECT)
         return self._walk(grammar, "JSON cannot be followed")
 
     def tool_calls(
         self, tools: Sequence[Mapping[str, Any]], *, name: str | None = None, parallel: bool = True
-    ) -> Constraint:
+    ) -> GrammarWalk:
         """An answer that calls tools and says nothing else, in the family's text format (see `chat.tool_call`).
 
         Args:
@@ -124,10 +123,10 @@ class GrammarCompiler:
         grammar = self._llguidance.LLMatcher.grammar_from_lark(rules)
         return self._walk(grammar, "the tools' schemas cannot be kept to")
 
-    def after_thought(self, constraint: Constraint) -> Constraint:
+    def after_thought(self, answer: GrammarWalk) -> AfterThought:
         """The constraint for an answer that begins inside of thoughts: free up to `</think>` and an empty line."""
         grammar = self._llguidance.LLMatcher.grammar_from_lark(_THOUGHT)
-        return AfterThought(self._walk(grammar, "thoughts cannot be followed"), constraint)
+        return AfterThought(self._walk(grammar, "thoughts cannot be followed"), answer)
 
     def _walk(self, grammar: str, complaint: str) -> GrammarWalk:
         matcher = self._llguidance.LLMatcher(self._vocabulary, grammar, log_level=0, limits=self._limits)

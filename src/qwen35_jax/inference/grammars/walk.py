@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jaxtyping import UInt32
 
-from qwen35_jax.inference.constraint import Constraint
 from qwen35_jax.inference.grammars.errors import GrammarError, reason
 
 if TYPE_CHECKING:
@@ -63,6 +62,12 @@ class GrammarWalk:
             self._matcher.consume_token(token)
             self._check(f"does not go on with token {token}")
 
+    def copy(self) -> GrammarWalk:
+        """Another walk that goes on from here; the grammar is not compiled again."""
+        copied = GrammarWalk(self._matcher.deep_copy(), self._stop_id, self._stop_ids)
+        copied._stopped = self._stopped
+        return copied
+
     @property
     def complete(self) -> bool:
         """Whether nothing may follow any more but the end."""
@@ -78,10 +83,10 @@ class AfterThought:
 
     Args:
         thought: a walk through the thoughts, their closing tag and what separates them from the answer.
-        answer: the constraint on the rest.
+        answer: a walk through the rest.
     """
 
-    def __init__(self, thought: GrammarWalk, answer: Constraint):
+    def __init__(self, thought: GrammarWalk, answer: GrammarWalk):
         self._thought = thought
         self._answer = answer
 
@@ -92,6 +97,10 @@ class AfterThought:
     def accept(self, token: int) -> None:
         """Moves over a token that was drawn; errors as for `GrammarWalk`."""
         (self._answer if self._thought.complete else self._thought).accept(token)
+
+    def copy(self) -> AfterThought:
+        """See `GrammarWalk.copy`."""
+        return AfterThought(self._thought.copy(), self._answer.copy())
 
 
 def as_bits(tokens: tuple[int, ...], rows: int) -> UInt32[np.ndarray, "words"]:

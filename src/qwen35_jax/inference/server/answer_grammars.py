@@ -11,6 +11,7 @@ from qwen35_jax.inference.chat.messages import tool_schemas
 from qwen35_jax.inference.constraint import Constraint
 from qwen35_jax.inference.grammars.compiler import GrammarCompiler
 from qwen35_jax.inference.grammars.errors import GrammarError, ToolError
+from qwen35_jax.inference.grammars.walk import GrammarWalk
 from qwen35_jax.inference.server.api_error import ApiError, field_error
 from qwen35_jax.inference.server.fields import Fields
 from qwen35_jax.inference.server.strict_schema import refuse_open_schema
@@ -32,7 +33,7 @@ class AnswerGrammars:
     def constraints(
         self, response_format: Fields | None, choice: ToolChoice, *, in_thought: bool
     ) -> Callable[[], Constraint | None]:
-        """What makes a constraint for each answer to a request.
+        """What makes a constraint for each answer to a request. The grammar is compiled here, once for all of them.
 
         Args:
             response_format: of the request.
@@ -50,24 +51,21 @@ class AnswerGrammars:
                 "or say with tool_choice 'none' which it is",
             )
         if choice.mode == "required":
-            field, make = "tools", self._calls(choice)
+            field, make = "tools", lambda: self._compiler.tool_calls(choice.tools, parallel=choice.parallel)
             if len(choice.tools) == 1:
                 (field,) = (f"{choice.places[name]}.parameters" for name in tool_schemas(choice.tools))
         if make is None:
             return lambda: None
-        made = self._after_thought(make) if in_thought else make
+        try:
+            walk = make()
+            begun = self._compiler.after_thought(walk) if in_thought else walk
+        except ToolError as error:
+            raise _refusal(f"{choice.places[error.tool]}.{error.part}", error) from error
+        except GrammarError as error:
+            raise _refusal(field, error) from error
+        return lambda: _Told(begun.copy(), field)
 
-        def told() -> Constraint:
-            try:
-                return _Told(made(), field)
-            except ToolError as error:
-                raise _refusal(f"{choice.places[error.tool]}.{error.part}", error) from error
-            except GrammarError as error:
-                raise _refusal(field, error) from error
-
-        return told
-
-    def _format(self, response_format: Fields | None) -> tuple[str, Callable[[], Constraint] | None]:
+    def _format(self, response_format: Fields | None) -> tuple[str, Callable[[], GrammarWalk] | None]:
         """What makes a constraint of a format, if one does, and the field that such a constraint comes from."""
         if response_format is None:
             return "", None
@@ -91,12 +89,6 @@ class AnswerGrammars:
             return described.name("schema"), lambda: self._compiler.json_schema(schema)
         response_format.refuse_unread()
         return "response_format", self._compiler.json_object if kind == "json_object" else None
-
-    def _calls(self, choice: ToolChoice) -> Callable[[], Constraint]:
-        return lambda: self._compiler.tool_calls(choice.tools, parallel=choice.parallel)
-
-    def _after_thought(self, make: Callable[[], Constraint]) -> Callable[[], Constraint]:
-        return lambda: self._compiler.after_thought(make())
 
 
 class _Told:
