@@ -119,7 +119,16 @@ class TextModel(nnx.Module):
     @jax.named_scope("lm_head")
     def logits(self, hidden: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         """Scores of every token of the vocabulary, from values after the final norm."""
-        return (self.embed_tokens if self.tied else self.lm_head).logits(hidden)
+        return self._head.logits(hidden)
+
+    @property
+    def head_weight(self) -> Float[Array, "vocab embed"]:
+        """The rows of the output head, for losses that never hold all logits."""
+        return self._head.weight[...]
+
+    @property
+    def _head(self) -> Embedding:
+        return self.embed_tokens if self.tied else self.lm_head
 
     def context(
         self,
