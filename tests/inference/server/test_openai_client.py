@@ -114,6 +114,20 @@ def test_a_required_call_keeps_to_its_schema_streamed_and_not(client, choice, na
     assert after.choices[0].finish_reason in ("stop", "length", "tool_calls")
 
 
+@pytest.mark.parametrize("cut", [{"max_tokens": 14}, {"stop": "city"}], ids=["by its length", "by a stop"])
+def test_a_required_call_that_is_cut_short_is_a_call_streamed_and_not(client, cut):
+    choice = {"type": "function", "function": {"name": "trains"}}
+    asked: Any = {"model": "nano", "messages": user("Weather?"), "tools": TOOLS, "tool_choice": choice, **cut}
+    whole = client.chat.completions.create(**asked).choices[0]
+    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(stream=True, **asked)]
+    assert not any(chunk.delta.content for chunk in chunks) and not whole.message.content
+    (streamed,) = (call for chunk in chunks for call in chunk.delta.tool_calls or [])
+    (call,) = whole.message.tool_calls
+    assert streamed.function.arguments == call.function.arguments
+    assert streamed.function.name == call.function.name == "trains"
+    assert whole.finish_reason == chunks[-1].finish_reason == "length"
+
+
 class Journey(pydantic.BaseModel):
     city: Literal["Rome", "Oslo"]
     days: int = pydantic.Field(ge=1, le=9)  # the built-in model would write digits without end
