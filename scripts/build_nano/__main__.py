@@ -1,31 +1,43 @@
 """Makes nano, the built-in model: tokenizer, training, evaluation and export to a folder in Hugging Face layout.
 
-    python -m scripts.build_nano WORK_FOLDER [--steps N] [--destination FOLDER]
+    python -m scripts.build_nano WORK_FOLDER [--steps N] [--head-only FOLDER] [--destination FOLDER]
+
+The whole model is trained first, and after that its multi-token-prediction head alone, on what the model says. With
+`--head-only` the model comes from a folder, and all of it but the head stays as it is, bit for bit.
 
 Needs Debian's package `wordnet-base` (or `apt-get` to download it). Everything is drawn from one seed and scheduled
-by step, so that two runs on one machine give the same file. A run that was stopped goes on from its last snapshot.
+by step, so that two runs on one machine give the same file. A run that was stopped in the first part goes on from its
+last snapshot.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import pathlib
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from tokenizers import Tokenizer
 
+from qwen35_jax.checkpoint import load_hf
 from qwen35_jax.config import ModelConfig
-from qwen35_jax.model import init_model
+from qwen35_jax.model import Parameters, init_model
+from scripts.build_nano.acceptance import tokens_per_pass
 from scripts.build_nano.architecture import hf_config
+from scripts.build_nano.continuations import continuations
 from scripts.build_nano.corpus import Batch, Corpus
+from scripts.build_nano.draft_head import SCHEDULE as HEAD_SCHEDULE
+from scripts.build_nano.draft_head import with_trained_head
 from scripts.build_nano.drawn_ahead import drawn_ahead
 from scripts.build_nano.evaluation import Evaluator
-from scripts.build_nano.export import bfloat16_rounded, export
+from scripts.build_nano.export import bfloat16_rounded, export, require_same_but_for_the_head
 from scripts.build_nano.initialization import mimetic
 from scripts.build_nano.training import Schedule, optimizer, train_step
 from scripts.build_nano.vocabulary import train_tokenizer
@@ -33,8 +45,37 @@ from scripts.build_nano.vocabulary import train_tokenizer
 SEED = 7
 TOKENIZER_TEXTS = 40_000
 SCHEDULE = Schedule(steps=1600, decay_steps=450)
+HEAD_ROWS = 2560
+"""What the model says for its head to learn from, in rows of `continuations.LENGTH` tokens."""
 EVALUATE_EVERY = 200
 SNAPSHOT_EVERY = 100
+
+
+@dataclasses.dataclass(frozen=True)
+class Nano:
+    """The model while it is made, as `qwen35_jax.inference.generate` takes it."""
+
+    config: ModelConfig
+    graphdef: nnx.GraphDef
+    parameters: Parameters
+    folder: None = None
+
+
+class Log:
+    """Prints each entry as a line of JSON, and keeps it in a file."""
+
+    def __init__(self, path: pathlib.Path):
+        self.file = path.open("a", encoding="utf-8")
+        self.started = time.monotonic()
+
+    def __call__(self, **entries: Any) -> None:
+        entries = {
+            name: round(value, 4) if isinstance(value, float) else value for name, value in entries.items()
+        }
+        line = json.dumps(entries | {"seconds": round(time.monotonic() - self.started)})
+        print(line, flush=True)
+        self.file.write(line + "\n")
+        self.file.flush()
 
 
 def main() -> None:
@@ -42,28 +83,70 @@ def main() -> None:
     arguments = _arguments()
     work: pathlib.Path = arguments.work
     work.mkdir(parents=True, exist_ok=True)
+    note = Log(work / "log.jsonl")
     corpus = Corpus()
-    corpus.tokenizer = _tokenizer(work, corpus)
+    if arguments.head_only is None:
+        corpus.tokenizer = _tokenizer(work, corpus)
+    else:
+        corpus.tokenizer = Tokenizer.from_file(str(arguments.head_only / "tokenizer.json"))
     config = ModelConfig.from_hf(hf_config(corpus.tokenizer))
     graphdef, parameters = init_model(
         config, seed=SEED, parameter_dtype=jnp.float32, dtype=jnp.float32, mtp=True
     )
-    parameters = mimetic(parameters)
+    evaluator = Evaluator(corpus, graphdef)
+    if arguments.head_only is None:
+        parameters = _train(work, arguments.steps, corpus, graphdef, mimetic(parameters), evaluator, note)
+    else:
+        parameters = load_hf(arguments.head_only, parameter_dtype=jnp.float32, mtp=True)[1]
+    nano = Nano(config, graphdef, bfloat16_rounded(parameters))
+    said = continuations(nano, corpus, SEED, HEAD_ROWS)
+    note(tokens_said=int(said.tokens.size - said.begin.sum()))
+    trained = with_trained_head(nano, said, schedule=HEAD_SCHEDULE, seed=SEED, note=note)
+    nano = dataclasses.replace(nano, parameters=bfloat16_rounded(trained))
+    measured = evaluator(nano.parameters) | tokens_per_pass(nano, corpus, seed=SEED)
+    destination = arguments.destination or work / "nano"
+    export(
+        nano.parameters,
+        config,
+        corpus.tokenizer,
+        destination,
+        measured=measured,
+        schedule=SCHEDULE,
+        head_schedule=HEAD_SCHEDULE,
+        tokens_said=int(said.tokens.size - said.begin.sum()),
+        countries=len(corpus.countries),
+    )
+    if arguments.head_only is not None:
+        require_same_but_for_the_head(arguments.head_only, destination)
+    note(exported=str(destination), evaluation=measured)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Make the built-in model.")
+    parser.add_argument("work", type=pathlib.Path, help="folder for the tokenizer, snapshots and the log")
+    parser.add_argument("--steps", type=int, default=SCHEDULE.steps, help="stop the first part after so many")
+    parser.add_argument(
+        "--head-only",
+        type=pathlib.Path,
+        metavar="FOLDER",
+        help="train the head of this model, and nothing else",
+    )
+    parser.add_argument("--destination", type=pathlib.Path, help="folder to export to (default: WORK/nano)")
+    return parser.parse_args()
+
+
+def _train(
+    work: pathlib.Path,
+    steps: int,
+    corpus: Corpus,
+    graphdef: nnx.GraphDef,
+    parameters: Parameters,
+    evaluator: Evaluator,
+    note: Callable[..., None],
+) -> Parameters:
+    """The whole model's parameters after its training."""
     state = (parameters, optimizer(SCHEDULE).init(parameters))
     first, state = _restore(work / "snapshot.npz", state)
-    evaluator = Evaluator(corpus, graphdef)
-    log = (work / "log.jsonl").open("a", encoding="utf-8")
-    started = time.monotonic()
-
-    def note(**entries: Any) -> None:
-        entries = {
-            name: round(value, 4) if isinstance(value, float) else value for name, value in entries.items()
-        }
-        line = json.dumps(entries | {"seconds": round(time.monotonic() - started)})
-        print(line, flush=True)
-        log.write(line + "\n")
-        log.flush()
-
     note(parameters=sum(leaf.size for leaf in jax.tree.leaves(parameters)), first_step=first)
 
     def draw(step: int) -> Batch:
@@ -71,7 +154,7 @@ def main() -> None:
             SEED, step, rows=SCHEDULE.rows, length=SCHEDULE.length, progress=SCHEDULE.progress(step)
         )
 
-    for step, batch in drawn_ahead(draw, range(first, arguments.steps)):
+    for step, batch in drawn_ahead(draw, range(first, steps)):
         parameters, optimizer_state, measures = train_step(
             graphdef, SCHEDULE, *state, batch.tokens, batch.segment_ids, batch.weights
         )
@@ -79,30 +162,11 @@ def main() -> None:
         if step % 20 == 0:
             note(step=step, **{name: float(value) for name, value in measures.items()})
         done = step + 1
-        if done % SNAPSHOT_EVERY == 0 or done == arguments.steps:
+        if done % SNAPSHOT_EVERY == 0 or done == steps:
             _save(work / "snapshot.npz", done, state)
-        if done % EVALUATE_EVERY == 0 and done < arguments.steps:
+        if done % EVALUATE_EVERY == 0:
             note(step=done, evaluation=evaluator(bfloat16_rounded(state[0])))
-    destination = arguments.destination or work / "nano"
-    measured = evaluator(bfloat16_rounded(state[0]))
-    export(
-        state[0],
-        config,
-        corpus.tokenizer,
-        destination,
-        measured=measured,
-        schedule=SCHEDULE,
-        countries=len(corpus.countries),
-    )
-    note(exported=str(destination), evaluation=measured)
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Make the built-in model.")
-    parser.add_argument("work", type=pathlib.Path, help="folder for the tokenizer, snapshots and the log")
-    parser.add_argument("--steps", type=int, default=SCHEDULE.steps, help="stop after this many steps")
-    parser.add_argument("--destination", type=pathlib.Path, help="folder to export to (default: WORK/nano)")
-    return parser.parse_args()
+    return state[0]
 
 
 def _tokenizer(work: pathlib.Path, corpus: Corpus) -> Tokenizer:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from tokenizers import Tokenizer
 
 from qwen35_jax.checkpoint.export import export_hf
+from qwen35_jax.checkpoint.safetensors_file import open_safetensors
 from qwen35_jax.config import ModelConfig
 from qwen35_jax.model import Parameters
 from scripts.build_nano.architecture import generation_config
@@ -45,6 +46,8 @@ def export(
     destination: pathlib.Path,
     measured: Mapping[str, float],
     schedule: Schedule,
+    head_schedule: Schedule,
+    tokens_said: int,
     countries: int,
 ) -> None:
     """Writes the folder.
@@ -56,6 +59,8 @@ def export(
         destination: the folder, replaced if it is there.
         measured: what the evaluation found, for the model card.
         schedule: of the training, for the model card.
+        head_schedule: of the head's own training, for the model card.
+        tokens_said: how many tokens the head has learned from, for the model card.
         countries: how many were asked for, for the model card.
     """
     shutil.rmtree(destination, ignore_errors=True)
@@ -75,11 +80,32 @@ def export(
             steps=schedule.steps,
             tokens_per_step=schedule.rows * schedule.length,
             mtp_weight=MTP_LOSS_WEIGHT,
+            head_steps=head_schedule.steps,
+            tokens_per_head_step=head_schedule.rows * head_schedule.length,
+            tokens_said=round(tokens_said, -3),
             files="\n".join(f"| {path.name} | `{_sha256(path)}` |" for path in files),
             **measured,
         ),
         encoding="utf-8",
     )
+
+
+def require_same_but_for_the_head(before: pathlib.Path, after: pathlib.Path) -> None:
+    """Compares two exported models.
+
+    Raises:
+        ValueError: a tensor outside the head differs by a bit, or another file than the weights and the card does.
+    """
+    name = "model.safetensors"
+    weights, others = (open_safetensors(folder / name) for folder in (before, after))
+    if weights.header != others.header:
+        raise ValueError(f"{after / name}: its tensors are not laid out as those of {before / name}")
+    for tensor, other in zip(weights.tensors.values(), others.tensors.values(), strict=True):
+        if not tensor.name.startswith("mtp.") and tensor.read().tobytes() != other.read().tobytes():
+            raise ValueError(f"{after / name}: tensor '{tensor.name}' is not that of {before / name}")
+    for path in after.iterdir():
+        if path.name not in (name, "README.md") and path.read_bytes() != (before / path.name).read_bytes():
+            raise ValueError(f"{path}: is not what {before / path.name} is")
 
 
 def _size(parameters: Parameters) -> int:
