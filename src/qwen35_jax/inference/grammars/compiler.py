@@ -7,29 +7,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from qwen35_jax.inference.grammars.errors import GrammarError, reason
+from qwen35_jax.inference.grammars.number_length import JSONWalk
 from qwen35_jax.inference.grammars.schema_parts import refuse_wide_objects
 from qwen35_jax.inference.grammars.tool_calls import tool_call_grammar
 from qwen35_jax.inference.grammars.vocabulary import Vocabulary
-from qwen35_jax.inference.grammars.walk import AfterThought, GrammarWalk, as_bits
+from qwen35_jax.inference.grammars.walk import AfterThought, GrammarWalk, Walk, as_bits
 from qwen35_jax.inference.tokenizer import Tokenizer
 
 # A space, or a line break and an indentation, between the parts of a JSON text: room for texts printed either way,
 # and an end to what a model can write without getting any further.
 WHITE_SPACE = r" |\n(?: {0,40}|\t{0,10})"
-
-# An object of any kind. Its numbers have an end as its white space has: more digits than these are never meant, and a
-# model that has begun to repeat itself would write them for ever. None is too large for a float.
-_JSON_OBJECT = rf"""
-start: object
-object: "{{" space (member (space "," space member)* space)? "}}"
-member: string space ":" space value
-array: "[" space (value (space "," space value)* space)? "]"
-value: object | array | string | NUMBER | "true" | "false" | "null"
-string: %json {{"type": "string"}}
-space: SPACE?
-SPACE: /{WHITE_SPACE}/
-NUMBER: /-?(0|[1-9][0-9]{{0,19}})(\.[0-9]{{1,20}})?([eE][+-]?[0-9]{{1,2}})?/
-"""
 
 # Thoughts end at the first closing tag. Every template of the family then leaves one line empty.
 _THOUGHT = r"""
@@ -67,6 +54,9 @@ class GrammarCompiler:
         self._stop_id = stop_ids[0]
         self._stop_ids = as_bits(stop_ids, rows)
         vocabulary = Vocabulary(tokenizer, rows, self._stop_id)
+        self._tokens = vocabulary.tokens
+        starts_with_digit = (token for token, text in enumerate(vocabulary.tokens) if text[:1].isdigit())
+        self._digit_tokens = as_bits(tuple(starts_with_digit), rows)
         self._vocabulary = llguidance.LLTokenizer(llguidance.TokenizerWrapper(vocabulary), n_vocab=rows)
         # At the default limits an object with 500 properties that may all be absent is refused, and refused in the
         # middle of an answer. These leave room for the objects that `refuse_wide_objects` lets through.
@@ -74,12 +64,12 @@ class GrammarCompiler:
             max_items_in_row=30_000, step_max_items=1_000_000, verbose_errors=False
         )
 
-    def json_schema(self, schema: Mapping[str, Any]) -> GrammarWalk:
+    def json_schema(self, schema: Mapping[str, Any]) -> Walk:
         """An answer that is JSON of a schema and nothing else.
 
         Of JSON Schema it takes what `llguidance` does, which is most of draft 2020-12. Properties come in the schema's
-        order; others may follow them, unless `additionalProperties` is false. Numbers are as long as the schema lets
-        them be: `minimum` and `maximum` bound the digits of an integer.
+        order; others may follow them, unless `additionalProperties` is false. Numbers end after 20 digits before the
+        point and behind it, where the schema lets them.
 
         Raises:
             GrammarError: the schema is malformed, too large, satisfied by nothing, or has a keyword that no grammar
@@ -94,16 +84,16 @@ class GrammarCompiler:
             raise GrammarError("the schema is nested too deeply") from None
         except (TypeError, ValueError) as error:
             raise GrammarError(f"the schema is no JSON object: {error}") from error
-        return self._walk(grammar, "the schema cannot be kept to")
+        walk = self._walk(grammar, "the schema cannot be kept to")
+        return JSONWalk(walk, self._tokens, self._digit_tokens)
 
-    def json_object(self) -> GrammarWalk:
-        """An answer that is a JSON object, whatever is in it, but for numbers of more digits than any has a use for."""
-        grammar = self._llguidance.LLMatcher.grammar_from_lark(_JSON_OBJECT)
-        return self._walk(grammar, "JSON cannot be followed")
+    def json_object(self) -> Walk:
+        """An answer that is a JSON object, whatever is in it."""
+        return self.json_schema({"type": "object"})
 
     def tool_calls(
         self, tools: Sequence[Mapping[str, Any]], *, name: str | None = None, parallel: bool = True
-    ) -> GrammarWalk:
+    ) -> Walk:
         """An answer that calls tools and says nothing else, in the family's text format (see `chat.tool_call`).
 
         Args:
@@ -123,7 +113,7 @@ class GrammarCompiler:
         grammar = self._llguidance.LLMatcher.grammar_from_lark(rules)
         return self._walk(grammar, "the tools' schemas cannot be kept to")
 
-    def after_thought(self, answer: GrammarWalk) -> AfterThought:
+    def after_thought(self, answer: Walk) -> AfterThought:
         """The constraint for an answer that begins inside of thoughts: free up to `</think>` and an empty line."""
         grammar = self._llguidance.LLMatcher.grammar_from_lark(_THOUGHT)
         return AfterThought(self._walk(grammar, "thoughts cannot be followed"), answer)

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from jaxtyping import UInt32
 
+from qwen35_jax.inference.constraint import Constraint
 from qwen35_jax.inference.grammars.errors import GrammarError, reason
 
 if TYPE_CHECKING:
     import llguidance
+
+
+class Walk(Constraint, Protocol):
+    """A constraint of which there can be another one that goes on from the same place."""
+
+    def copy(self) -> Walk:
+        """Another walk that goes on from here; the grammar is not compiled again."""
+        ...
 
 
 class GrammarWalk:
@@ -63,7 +72,7 @@ class GrammarWalk:
             self._check(f"does not go on with token {token}")
 
     def copy(self) -> GrammarWalk:
-        """Another walk that goes on from here; the grammar is not compiled again."""
+        """See `Walk`."""
         copied = GrammarWalk(self._matcher.deep_copy(), self._stop_id, self._stop_ids)
         copied._stopped = self._stopped
         return copied
@@ -86,7 +95,7 @@ class AfterThought:
         answer: a walk through the rest.
     """
 
-    def __init__(self, thought: GrammarWalk, answer: GrammarWalk):
+    def __init__(self, thought: GrammarWalk, answer: Walk):
         self._thought = thought
         self._answer = answer
 
@@ -99,7 +108,7 @@ class AfterThought:
         (self._answer if self._thought.complete else self._thought).accept(token)
 
     def copy(self) -> AfterThought:
-        """See `GrammarWalk.copy`."""
+        """See `Walk`."""
         return AfterThought(self._thought.copy(), self._answer.copy())
 
 

@@ -11,7 +11,7 @@ from qwen35_jax.inference.chat.messages import tool_schemas
 from qwen35_jax.inference.constraint import Constraint
 from qwen35_jax.inference.grammars.compiler import GrammarCompiler
 from qwen35_jax.inference.grammars.errors import GrammarError, ToolError
-from qwen35_jax.inference.grammars.walk import GrammarWalk
+from qwen35_jax.inference.grammars.walk import Walk
 from qwen35_jax.inference.server.api_error import ApiError, field_error
 from qwen35_jax.inference.server.fields import Fields
 from qwen35_jax.inference.server.strict_schema import refuse_open_schema
@@ -65,7 +65,7 @@ class AnswerGrammars:
             raise _refusal(field, error) from error
         return lambda: _Told(begun.copy(), field)
 
-    def _format(self, response_format: Fields | None) -> tuple[str, Callable[[], GrammarWalk] | None]:
+    def _format(self, response_format: Fields | None) -> tuple[str, Callable[[], Walk] | None]:
         """What makes a constraint of a format, if one does, and the field that such a constraint comes from."""
         if response_format is None:
             return "", None
