@@ -82,6 +82,7 @@ def check_calls(answer: ParsedAnswer, tools: list[dict[str, Any]]) -> None:
 VALUES = st.one_of(
     st.just({"type": "string"}),
     st.sampled_from([{"type": "boolean"}, {"type": "null"}, {"type": ["null", "boolean"]}, {}]),
+    st.sampled_from([{"type": "integer"}, {"type": "number"}]),
     st.builds(lambda values: {"enum": values}, st.lists(st.text(max_size=4), min_size=1, max_size=3)),
     st.builds(
         lambda least, span: {"type": "integer", "minimum": least, "maximum": least + span},
@@ -220,6 +221,34 @@ def test_patterns_match_anywhere_but_where_they_are_anchored(
         assert accepts(COMPILER.tool_calls(tools), call_text("f", ("x", value)))
     for value in others:
         assert not accepts(COMPILER.tool_calls(tools), call_text("f", ("x", value)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "others"),
+    [
+        ("integer", ["0", "-12", 20 * "1"], ["01", "1.5", "1e3", 21 * "1", "-"]),
+        (
+            "number",
+            ["-0.25", "3", "1.5e-10", f"{20 * '1'}.{20 * '1'}"],
+            [".5", "1.", 21 * "1", "0." + 21 * "1", "1e100"],
+        ),
+    ],
+)
+def test_numbers_without_bounds_end(kind: str, values: list[str], others: list[str]) -> None:
+    tools = [tool("f", {"properties": {"x": {"type": [kind, "null"], "description": "How many."}}})]
+    for value in values:
+        text = call_text("f", ("x", value))
+        assert accepts(COMPILER.tool_calls(tools), text)
+        check_calls(parse_answer(text, tools), tools)
+    for value in others:
+        assert not accepts(COMPILER.tool_calls(tools), call_text("f", ("x", value)))
+
+
+def test_a_value_of_several_parts_is_held_to_all_of_them() -> None:
+    parts = [{"type": "integer"}, {"type": "integer", "minimum": 3}]
+    tools = [tool("f", {"properties": {"x": {"allOf": parts}}})]
+    assert accepts(COMPILER.tool_calls(tools), call_text("f", ("x", "3")))
+    assert not accepts(COMPILER.tool_calls(tools), call_text("f", ("x", "2")))
 
 
 def test_a_call_begins_with_the_token_of_its_tag() -> None:

@@ -5,6 +5,7 @@ Schemas seldom bound a number's digits, and a model that has begun to repeat one
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,6 +17,13 @@ MOST_DIGITS = 20
 """Before the point, and as many behind it: more than any float or 64-bit integer has a use for."""
 MOST_EXPONENT_DIGITS = 2
 """So that no number is too large for a float."""
+
+NUMBERS = {
+    "integer": rf"-?(0|[1-9][0-9]{{0,{MOST_DIGITS - 1}}})",
+    "number": rf"-?(0|[1-9][0-9]{{0,{MOST_DIGITS - 1}}})(\.[0-9]{{1,{MOST_DIGITS}}})?"
+    rf"([eE][+-]?[0-9]{{1,{MOST_EXPONENT_DIGITS}}})?",
+}
+"""Expressions of such numbers, by the type that schemas call them."""
 
 _QUOTE, _BACKSLASH = b'"\\'
 _EXPONENT = b"eE"
@@ -52,12 +60,6 @@ class NumberLength:
                 self._digits = 0
         self.full = self._digits >= self._most
 
-    def copy(self) -> NumberLength:
-        """Another count that goes on from here."""
-        copied = NumberLength()
-        vars(copied).update(vars(self))
-        return copied
-
 
 class JSONWalk:
     """A walk through a grammar of JSON that leaves each number as soon as it is full, if the grammar lets it.
@@ -90,5 +92,5 @@ class JSONWalk:
     def copy(self) -> JSONWalk:
         """See `Walk`."""
         copied = JSONWalk(self._walk.copy(), self._tokens, self._digit_tokens)
-        copied._length = self._length.copy()
+        copied._length = copy.copy(self._length)
         return copied

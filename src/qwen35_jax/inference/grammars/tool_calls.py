@@ -8,7 +8,7 @@ format can say of a value depends on its type:
   that may be any string, or something else, is not held to what else it may be.
 * Any other value is JSON on one line, with or without spaces behind commas and colons; booleans and null may also be
   what Python prints for them. Keywords that no grammar can hold an answer to are left out, unless the tool is declared
-  `strict`. `oneOf` is read as `anyOf`.
+  `strict`. `oneOf` is read as `anyOf`. A number without bounds ends after 20 digits.
 
 The result is text in the dialect of Lark that `llguidance` reads. Rules are numbered by function, parameter and
 alternative.
@@ -24,6 +24,7 @@ from typing import Any
 from qwen35_jax.inference.chat.messages import tool_schemas
 from qwen35_jax.inference.chat.tool_call import ToolCall, ToolCallReader
 from qwen35_jax.inference.grammars.errors import GrammarError, ToolError, reason
+from qwen35_jax.inference.grammars.number_length import NUMBERS
 from qwen35_jax.inference.grammars.schema_parts import referred, refuse_wide_objects
 
 MOST_TOOLS = 128
@@ -43,6 +44,8 @@ _CLOSING_TAG = '"\\n</parameter>"'
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 _SPELLINGS = {"boolean": ("true", "false", "True", "False"), "null": ("null", "None")}
 _ENDING_ANCHOR = re.compile(r"(?<!\\)(?:\\\\)*\$\Z")
+_ANNOTATIONS = frozenset({"type", "title", "description", "default", "examples"})
+"""Keywords that leave a number as it is."""
 _STRING_KEYWORDS = ("minLength", "maxLength", "pattern")
 
 
@@ -146,8 +149,11 @@ def _value_rules(
             alternatives.append(part)
             yield f"{part.upper()}: ({_string_terminal(kind, where)}) {_CLOSING_TAG}"
             yield f"{part}[lazy]: {part.upper()}"
-        elif isinstance(kind["type"], str) and kind["type"] in _SPELLINGS:
-            texts += _SPELLINGS[kind["type"]]
+        elif isinstance(name := kind["type"], str) and name in _SPELLINGS:
+            texts += _SPELLINGS[name]
+        elif isinstance(name, str) and name in NUMBERS and _ANNOTATIONS.issuperset(kind):
+            alternatives.append(f"{part.upper()} {_CLOSING_TAG}")
+            yield f"{part.upper()}: /{NUMBERS[name]}/"
         else:
             alternatives.append(f"{part} {_CLOSING_TAG}")
             yield f"{part}: %json {_json_schema(kind, root, where, strict=strict)}"
