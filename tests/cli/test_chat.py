@@ -19,12 +19,10 @@ from typing import Any
 import pytest
 
 from qwen35_jax.checkpoint.model_name import find_model
-from qwen35_jax.checkpoint.source import LoadedModel
 from qwen35_jax.cli import chat
 from qwen35_jax.cli.main import main
 from qwen35_jax.inference.chat.answer_parser import Content, Reasoning
-from qwen35_jax.inference.settings import GenerationSettings
-from qwen35_jax.inference.speculation import Speculation
+from qwen35_jax.inference.engine import Engine, Request
 
 FRANCE, PARIS = "What is the capital of France?", "The capital of France is Paris."
 PERU, LIMA = "What is the capital of Peru?", "The capital of Peru is Lima."
@@ -105,20 +103,41 @@ def test_thoughts_stand_between_tags_where_nothing_can_be_dimmed(talk) -> None:
     assert "(cut off after 6 tokens)" in err
 
 
-def test_options_reach_the_generation(talk, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stopped(model: LoadedModel, prompts: Any, settings: GenerationSettings, **options: Any) -> None:
-        asked.append((settings, options["speculation"], "mtp" in model.parameters))
+def test_options_reach_the_engine(talk, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(engine: Engine, request: Request) -> None:
+        asked.append((engine.memory, engine._runner._slots.memory.draft, request.settings))
         raise KeyboardInterrupt
 
     asked: list[Any] = []
-    monkeypatch.setattr("qwen35_jax.inference.chat.conversation.generate", stopped)
+    monkeypatch.setattr(Engine, "submit", interrupted)
     options = ("--temperature", "0.7", "--top-p", "0.9", "--seed", "3", "--stop", "x", "--speculate", "2")
-    out, err = talk(FRANCE, options=options)
-    ((settings, speculation, has_head),) = asked
+    out, err = talk(FRANCE, options=(*options, "--context", "700"))
+    ((memory, draft, settings),) = asked
     assert (settings.temperature, settings.top_p, settings.seed, settings.stop) == (0.7, 0.9, 3, ("x",))
-    assert settings.max_new_tokens > 1900
-    assert speculation == Speculation(2) and has_head
+    assert (memory.slots, memory.context) == (1, 700)
+    assert 600 < settings.max_new_tokens < 700
+    assert draft.tokens.shape == (1, 2)
     assert (out, err) == ("\n", "(stopped)\n")
+
+
+def test_verbose_tells_what_came_from_the_prefix_cache(talk) -> None:
+    system = "You are a geographer, and you answer every question with one short sentence. " * 4
+    _, err = talk(FRANCE, PERU, options=("--verbose", "--system", system))
+    first, second = (line for line in err.splitlines() if line.startswith("prefill: "))
+    assert "prefix cache" not in first
+    assert re.match(r"prefill: \d+ tokens after 64 from the prefix cache, \d+\.\d tokens/s; decode: ", second)
+
+
+def test_a_first_interrupt_stops_an_answer_and_a_second_one_is_raised() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    stops: list[None] = []
+    with chat._interrupted_by(lambda: stops.append(None)):
+        signal.raise_signal(signal.SIGINT)
+        assert len(stops) == 1
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert len(stops) == 1
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 class Terminal(io.StringIO):
@@ -155,6 +174,7 @@ def test_what_a_model_writes_does_not_steer_the_terminal() -> None:
     [
         (["--temperature", "-1"], "temperature is -1.0"),
         (["--speculate", "9"], "1 to 4"),
+        (["--context", "1"], "--context is 1, expected 2 to 2048"),
         (["--model", "nowhere/at/all"], "nowhere/at/all"),
         (["--system", "\udcff"], "not valid UTF-8"),
     ],

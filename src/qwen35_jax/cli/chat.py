@@ -47,6 +47,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="think before answering, or not (default: what the checkpoint's chat template does)",
     )
+    parser.add_argument(
+        "--context",
+        type=int,
+        metavar="N",
+        help="tokens that the conversation may come to (default: up to 32768, as the model and memory allow)",
+    )
     add_generation_options(parser, default_new_tokens=2048)
     output = parser.add_argument_group("output")
     output.add_argument("--verbose", action="store_true", help="tell the speeds of each answer")
@@ -64,12 +70,16 @@ def run(args: argparse.Namespace) -> int:
     from qwen35_jax.inference.chat.conversation import Conversation
     from qwen35_jax.inference.chat_template import ChatTemplate, encode_chat
     from qwen35_jax.inference.compilation_cache import enable_compilation_cache
+    from qwen35_jax.inference.engine import Engine
     from qwen35_jax.inference.stop_tokens import chat_stop_token_ids
     from qwen35_jax.inference.tokenizer import Tokenizer
 
     enable_compilation_cache()
     folder = find_model(args.model)
     config = ModelConfig.from_hf(folder)
+    most = config.text.max_context
+    if args.context is not None and not 2 <= args.context <= most:
+        raise PromptError(f"--context is {args.context}, expected 2 to {most}, the model's own")
     tokenizer = Tokenizer.from_folder(folder)
     template = ChatTemplate.from_folder(folder)
     settings = generation_settings(args, folder)
@@ -80,19 +90,20 @@ def run(args: argparse.Namespace) -> int:
         template, tokenizer, [*system, {"role": "user", "content": "Hello"}], enable_thinking=args.think
     )
     model = load_model(args, folder, mtp=drafting is not None)
-    conversation = Conversation(
-        model,
-        tokenizer,
-        template,
-        settings=settings,
-        stop_ids=stop_ids,
-        speculation=drafting,
-        enable_thinking=args.think,
-        system=args.system,
-    )
-    _Dialogue(conversation, verbose=args.verbose, output=sys.stderr if args.json else sys.stdout).run(
-        args.model
-    )
+    with Engine(
+        model, tokenizer, slots=1, context=args.context, speculation=drafting, warm_up=False
+    ) as engine:
+        conversation = Conversation(
+            engine,
+            tokenizer,
+            template,
+            settings=settings,
+            stop_ids=stop_ids,
+            enable_thinking=args.think,
+            system=args.system,
+        )
+        output = sys.stderr if args.json else sys.stdout
+        _Dialogue(conversation, verbose=args.verbose, output=output).run(args.model)
     if args.json:
         print(json.dumps({"messages": conversation.all_messages}, ensure_ascii=False))
     return 0
@@ -146,8 +157,8 @@ class _Dialogue:
 
         printer = _AnswerPrinter(self._output)
         try:
-            with _noted_interrupts() as interrupted:
-                turn = self._conversation.ask(text, printer, should_stop=interrupted)
+            with _interrupted_by(self._conversation.stop):
+                turn = self._conversation.ask(text, printer)
         except ContextFullError as error:
             raise PromptError(f"{error} (/reset starts anew)") from error
         printer.end()
@@ -227,23 +238,20 @@ class _AnswerPrinter:
 
 
 @contextlib.contextmanager
-def _noted_interrupts() -> Iterator[Callable[[], bool]]:
-    """Has Ctrl-C noted instead of raised, and yields what tells whether it was.
+def _interrupted_by(stop: Callable[[], None]) -> Iterator[None]:
+    """Has Ctrl-C call `stop` instead of being raised. A second one is raised: what runs on the device ends first."""
+    stopped = False
 
-    Raised just anywhere, it may be lost in a callback of the runtime. A second one is raised all the same: until the
-    first token comes, nobody looks at the note.
-    """
-    noted = False
-
-    def note(number: int, frame: FrameType | None) -> None:
-        nonlocal noted
-        if noted:
+    def take(number: int, frame: FrameType | None) -> None:
+        nonlocal stopped
+        if stopped:
             signal.default_int_handler(number, frame)
-        noted = True
+        stopped = True
+        stop()
 
-    before = signal.signal(signal.SIGINT, note)
+    before = signal.signal(signal.SIGINT, take)
     try:
-        yield lambda: noted
+        yield
     finally:
         signal.signal(signal.SIGINT, before)
 

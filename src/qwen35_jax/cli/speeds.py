@@ -12,8 +12,9 @@ def speed_line(result: GenerationResult) -> str:
     """Speeds of a result with one answer."""
     (answer,) = result.generations
     timing = result.timing
+    remembered = f" after {answer.cached_tokens} from the prefix cache" if answer.cached_tokens else ""
     return (
-        f"prefill: {timing.prefill_tokens} tokens, {timing.prefill_tokens_per_second:.1f} tokens/s; "
+        f"prefill: {timing.prefill_tokens} tokens{remembered}, {timing.prefill_tokens_per_second:.1f} tokens/s; "
         f"decode: {timing.decode_tokens} tokens, {timing.decode_tokens_per_second:.1f} tokens/s; "
         f"{answer.tokens_per_pass:.2f} tokens a pass; compiling took {timing.compile_seconds:.1f} s before that"
     )

@@ -15,6 +15,7 @@ import pytest
 
 from qwen35_jax.errors import CapacityError, NonFiniteError, PromptError, QueueFullError
 from qwen35_jax.inference.engine import AnswerStream, Engine, Request
+from qwen35_jax.inference.engine.prefix_cache import BLOCK
 from qwen35_jax.inference.engine.slot_runner import compiled_programs
 from qwen35_jax.inference.generation import generate
 from qwen35_jax.inference.settings import GenerationSettings
@@ -151,6 +152,33 @@ def test_b05_requests_that_come_3_and_7_passes_late_answer_as_alone_and_every_to
     # They came into the slots in their order. The last token of an answer is drawn and not consumed.
     lengths = engine._runner._slots.memory.cache.lengths.tolist()
     assert lengths == [len(each.prompt_tokens) + len(each.tokens) - 1 for each in found]
+
+
+def test_b94_without_a_warm_up_programs_are_compiled_for_the_requests_that_need_them(tiny):
+    context = CONTEXT + 2 * BLOCK  # unlike those of the other engines, whose programs it would share
+    requests = [request(length, 9, seed=length) for length in (6, 9, 33, 3, 40)]
+    with Engine(
+        tiny, ascii_tokenizer(), slots=1, context=context, prefill_tokens=64, warm_up=False
+    ) as engine:
+        counts, seconds = [compiled_programs()], [engine.compile_seconds]
+        for each in requests:
+            assert engine.submit(each).result(timeout=60).tokens == alone(tiny, each)
+            counts.append(compiled_programs())
+            seconds.append(engine.compile_seconds)
+    # Pieces of 16 tokens for the first two, of 64 for the third; then there is nothing new.
+    assert counts[0] < counts[1] == counts[2] == counts[3] - 1
+    assert counts[3:] == [counts[3]] * 3
+    assert 0 == seconds[0] < seconds[1] == seconds[2] < seconds[3] == seconds[5]
+
+
+def test_requests_that_come_together_to_an_engine_without_a_warm_up_answer_as_alone(tiny):
+    requests = some_requests(8, seed=11)
+    with Engine(
+        tiny, ascii_tokenizer(), slots=3, context=CONTEXT, prefill_tokens=32, warm_up=False
+    ) as engine:
+        streams = [engine.submit(each) for each in requests]
+        found = [stream.result(timeout=120).tokens for stream in streams]
+    assert found == [alone(tiny, each) for each in requests]
 
 
 @pytest.fixture

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from qwen35_jax.errors import PromptError
 from qwen35_jax.inference.chat.answer_parser import AnswerEvent, AnswerParser, ParsedAnswer, opens_thought
 from qwen35_jax.inference.chat_template import ChatTemplate
-from qwen35_jax.inference.generation import generate
-from qwen35_jax.inference.results import GenerationResult, TokenEvent
-from qwen35_jax.inference.runnable import RunnableModel
+from qwen35_jax.inference.engine import AnswerStream, Engine, Request
+from qwen35_jax.inference.results import GenerationResult, Timing
 from qwen35_jax.inference.settings import GenerationSettings
-from qwen35_jax.inference.speculation import Speculation
 from qwen35_jax.inference.tokenizer import Tokenizer
 
 DEFAULT_ANSWER_TOKENS = 2048
@@ -22,11 +21,7 @@ DEFAULT_ANSWER_TOKENS = 2048
 
 
 class ContextFullError(PromptError):
-    """A conversation fills the model's context and leaves no room for an answer."""
-
-
-class _Stopped(Exception):
-    """The way out of `generate` for an answer that is not wanted any more."""
+    """A conversation fills its engine's context and leaves no room for an answer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +30,8 @@ class Turn:
 
     Attributes:
         answer: thoughts and content, as far as they came.
-        result: tokens and timing; None for an answer that was stopped.
+        result: tokens and timing, where tokens of the prompt that the engine remembered are not counted as prefill;
+            None for an answer that was stopped.
     """
 
     answer: ParsedAnswer
@@ -43,16 +39,17 @@ class Turn:
 
 
 class Conversation:
-    """Messages that are sent to a model again with every question.
+    """Messages that are sent to an engine again with every question.
+
+    The engine remembers the beginning that a question shares with those before it, so that only the rest is consumed.
 
     Args:
-        model: from `qwen35_jax.checkpoint.load`.
+        engine: with the model; one slot is enough.
         tokenizer: of the model.
         template: of the model.
         settings: for every answer. `max_new_tokens` of None means 2048; in any case an answer is given no more than
             the context leaves.
-        stop_ids: see `generate`; `chat_stop_token_ids` tells those of a chat.
-        speculation: see `generate`.
+        stop_ids: ids that end an answer; `chat_stop_token_ids` tells those of a chat.
         enable_thinking: see `ChatTemplate.render`.
         system: the system message, if any.
 
@@ -63,25 +60,25 @@ class Conversation:
 
     def __init__(
         self,
-        model: RunnableModel,
+        engine: Engine,
         tokenizer: Tokenizer,
         template: ChatTemplate,
         *,
+        stop_ids: Iterable[int],
         settings: GenerationSettings | None = None,
-        stop_ids: Iterable[int] | None = None,
-        speculation: Speculation | None = None,
         enable_thinking: bool | None = None,
         system: str | None = None,
     ):
         self.messages: list[dict[str, Any]] = []
         self.system = system
-        self._model = model
+        self._engine = engine
         self._tokenizer = tokenizer
         self._template = template
         self._settings = settings or GenerationSettings()
-        self._stop_ids = stop_ids
-        self._speculation = speculation
+        self._stop_ids = tuple(stop_ids)
         self._enable_thinking = enable_thinking
+        self._stream: AnswerStream | None = None
+        self._stopped = False
 
     @property
     def all_messages(self) -> list[dict[str, Any]]:
@@ -93,51 +90,35 @@ class Conversation:
         """Forgets the messages. The system message stays."""
         self.messages.clear()
 
-    def ask(
-        self,
-        text: str,
-        on_event: Callable[[AnswerEvent], None] = lambda event: None,
-        *,
-        should_stop: Callable[[], bool] = lambda: False,
-    ) -> Turn:
+    def ask(self, text: str, on_event: Callable[[AnswerEvent], None] = lambda event: None) -> Turn:
         """Puts a question and keeps it, with the answer, among the messages.
 
-        An answer that is stopped, by `should_stop` or a KeyboardInterrupt, is kept as far as it came; where there is
-        no content yet, the question is forgotten as well. It is also forgotten if an error is raised.
+        An answer that is stopped, by `stop` or a KeyboardInterrupt, is kept as far as it came; where there is no
+        content yet, the question is forgotten as well. It is also forgotten if an error is raised.
 
         Args:
             text: of the question.
             on_event: called with the parts of the answer as they come.
-            should_stop: asked at every token.
 
         Raises:
             ContextFullError: no room is left for an answer.
             PromptError: the template refuses the conversation.
             NonFiniteError: see `generate`.
         """
+        self._stopped = False
         question = {"role": "user", "content": text}
         prompt = self._template.render([*self.all_messages, question], enable_thinking=self._enable_thinking)
         tokens = self._tokenizer.encode(prompt, add_special_tokens=False)
+        request = Request(tuple(tokens), self._settings_for(len(tokens)), self._stop_ids)
         parser = AnswerParser(in_thought=opens_thought(prompt))
 
-        def take(event: TokenEvent) -> None:
-            if should_stop():
-                raise _Stopped
-            for part in parser.push(event.text):
+        def take(text: str) -> None:
+            for part in parser.push(text):
                 on_event(part)
 
         result = None
-        # What is interrupted is the answer's own state: the model stays as it was.
-        with contextlib.suppress(KeyboardInterrupt, _Stopped):
-            result = generate(
-                self._model,
-                [tokens],
-                self._settings_for(len(tokens)),
-                tokenizer=self._tokenizer,
-                stop_ids=self._stop_ids,
-                on_token=take,
-                speculation=self._speculation,
-            )
+        with contextlib.suppress(KeyboardInterrupt):
+            result = self._answer(request, take)
         for part in parser.end():
             on_event(part)
         answer = parser.answer
@@ -145,12 +126,41 @@ class Conversation:
             self.messages += [question, answer.message()]
         return Turn(answer, result)
 
+    def stop(self) -> None:
+        """Ends the answer that is being drawn. For other threads and signal handlers, while `ask` runs."""
+        self._stopped = True
+        if self._stream is not None:
+            self._stream.cancel()
+
+    def _answer(self, request: Request, take: Callable[[str], None]) -> GenerationResult | None:
+        """Passes the text of an answer on as it comes; None where it was stopped."""
+        start, compiled = time.perf_counter(), self._engine.compile_seconds
+        arrivals: list[float] = []
+        with self._engine.submit(request) as stream:
+            self._stream = stream
+            for event in stream:
+                if self._stopped:
+                    return None
+                if event.token is not None:
+                    arrivals.append(time.perf_counter())
+                take(event.text)
+        generation = stream.result()
+        compiling = self._engine.compile_seconds - compiled
+        timing = Timing(
+            compile_seconds=compiling,
+            prefill_tokens=len(generation.prompt_tokens) - generation.cached_tokens,
+            prefill_seconds=arrivals[0] - start - compiling,
+            decode_tokens=len(generation.tokens) - 1,
+            decode_seconds=arrivals[-1] - arrivals[0],
+        )
+        return GenerationResult((generation,), timing)
+
     def _settings_for(self, prompt_length: int) -> GenerationSettings:
-        context = self._model.config.text.max_context
+        context = self._engine.memory.context
         room = context - prompt_length
         if room <= 0:
             raise ContextFullError(
-                f"the conversation would come to {prompt_length} tokens, and the model's context is {context}: "
+                f"the conversation would come to {prompt_length} tokens, and its context is {context}: "
                 "start a new one, or ask something shorter"
             )
         wanted = self._settings

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import jax
@@ -49,7 +50,7 @@ class Engine:
 
     A thread of its own drives the device. Each of its rounds consumes one piece of one prompt, slots taking turns, and
     then decodes in all slots that have got that far, so that a long prompt never holds up the others. Programs are
-    compiled before the constructor returns, and none after.
+    compiled before the constructor returns, and none after, unless `warm_up` says otherwise.
 
     Args:
         model: from `qwen35_jax.checkpoint.load`.
@@ -63,6 +64,12 @@ class Engine:
         prefix_cache_bytes: how much may be remembered of prompts and answers, so that later prompts that begin alike
             go on from there; 0 remembers nothing. By default a tenth of the free memory of the place.
         prefix_cache_place: the memory of the host, or that of the device.
+        warm_up: false has programs compiled when a request first needs them: a sooner start, for a single client who
+            rather waits now and then.
+
+    Attributes:
+        memory: what the slots take.
+        compile_seconds: spent on compiling while nothing else ran.
 
     Raises:
         PromptError: a number is out of range, or speculation is asked of a model without the head.
@@ -81,6 +88,7 @@ class Engine:
         speculation: Speculation | None = None,
         prefix_cache_bytes: int | None = None,
         prefix_cache_place: Place = "host",
+        warm_up: bool = True,
     ):
         for name, value in (("slots", slots), ("queue_limit", queue_limit)):
             if value < 1:
@@ -118,11 +126,10 @@ class Engine:
         self._closing = False
         self._broken: BaseException | None = None
         self._counts: dict[str, int] = dict.fromkeys(COUNTED, 0)
-        self._runner.warm_up(
-            Request((0,), GenerationSettings(max_new_tokens=1)),
-            self._buckets,
-            (PASSES_BESIDE_PREFILL, PASSES_IN_A_BLOCK),
-        )
+        self._warm: set[int] = set()
+        self.compile_seconds = 0.0
+        if warm_up:
+            self._warm_up(self._buckets, (PASSES_BESIDE_PREFILL, PASSES_IN_A_BLOCK))
         self._thread = threading.Thread(target=self._run, name="qwen35-engine", daemon=True)
         self._thread.start()
 
@@ -249,17 +256,30 @@ class Engine:
     def _admit(self, slot: int, ticket: Ticket) -> None:
         """Lets a request into a slot, and finds out how much of its prompt has to be consumed."""
         prompt = ticket.request.prompt
-        self._runner.occupy(slot, ticket.request, ticket.answer.seed)
-        start, cuts = 0, set()
+        hit, start, cuts = None, 0, set()
         if self._prefixes.keeps_anything:
             hit = self._prefixes.find(prompt)
-            if hit is not None:
-                self._runner.restore(slot, hit)
-                start = ticket.answer.cached_tokens = hit.length
-                self._count(cached_tokens=start)
+            start = 0 if hit is None else hit.length
             # Pieces end where a snapshot is worth most.
             cuts = {self._prefixes.parting(prompt), len(prompt) // BLOCK * BLOCK}
         ticket.chunks = pieces_between(start, len(prompt), cuts, self._buckets)
+        if self._scheduler.occupied == 1:
+            self._warm_up([chunk.padded_length for chunk in ticket.chunks], (PASSES_IN_A_BLOCK,))
+        self._runner.occupy(slot, ticket.request, ticket.answer.seed)
+        if hit is not None:
+            self._runner.restore(slot, hit)
+            ticket.answer.cached_tokens = start
+            self._count(cached_tokens=start)
+
+    def _warm_up(self, lengths: Iterable[int], passes: tuple[int, ...]) -> None:
+        """Compiles what pieces of these padded lengths need, unless that is done. It runs in slots that are free."""
+        missing = sorted({*lengths} - self._warm)
+        if not missing:
+            return
+        start = time.perf_counter()
+        self._runner.warm_up(Request((0,), GenerationSettings(max_new_tokens=1)), missing, passes)
+        self._warm.update(missing)
+        self.compile_seconds += time.perf_counter() - start
 
     def _consume(self, slot: int, ticket: Ticket, chunk: Chunk) -> list[_Work]:
         """Consumes a piece of a prompt, and after the last one draws the first token."""
