@@ -168,6 +168,48 @@ def test_a_folder_without_template_says_so(tmp_path: Path) -> None:
         ChatTemplate.from_folder(tmp_path)
 
 
+def test_spans_are_what_the_template_writes_inside_its_generation_blocks(template: ChatTemplate) -> None:
+    assert template.marks_generation
+    messages = [*tool_loop(ARGUMENTS), {"role": "assistant", "content": "Nice \ufdd0."}]
+    text, spans = template.render_with_spans(messages, tools=[WEATHER])
+    assert text == template.render(messages, tools=[WEATHER], add_generation_prompt=False)
+    assert [text[begin:end] for begin, end in spans] == [
+        "Hello!<|im_end|>\n",
+        TOOL_LOOP[TOOL_LOOP.index("<think>\nnew") : TOOL_LOOP.index("<|im_start|>user\n<tool_response>")],
+        "<think>\n\n</think>\n\nNice \ufdd0.<|im_end|>\n",
+    ]
+
+
+def test_a_template_without_generation_blocks_has_no_spans() -> None:
+    template = ChatTemplate("{{ messages[0].content }}")
+    assert not template.marks_generation
+    assert template.render_with_spans([{"role": "user", "content": "Hi"}]) == ("Hi", [])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% set said %}{% generation %} a {% endgeneration %}{% endset %}{{ said | trim }}",
+        "{% set said %}{% generation %}a{% endgeneration %}{% endset %}{{ said | length }}",
+        "{% generation %}a{% generation %}b{% endgeneration %}{% endgeneration %}",
+    ],
+)
+def test_spans_that_do_not_end_up_as_they_were_written_are_refused(source: str) -> None:
+    with pytest.raises(PromptError, match="changes what they have written"):
+        ChatTemplate(source).render_with_spans([{"role": "user", "content": "Hi"}])
+
+
+@pytest.mark.reference
+def test_spans_equal_those_of_transformers(template: ChatTemplate) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    messages = [*tool_loop(ARGUMENTS), {"role": "assistant", "content": "Nice."}]
+    (text,), (spans,) = render_jinja_template(
+        [messages], chat_template=SOURCE, tools=[WEATHER], return_assistant_tokens_mask=True
+    )
+    assert template.render_with_spans(messages, tools=[WEATHER]) == (text, [tuple(span) for span in spans])
+
+
 @pytest.mark.reference
 @pytest.mark.parametrize("thinking", [True, False])
 def test_b86_rendering_equals_that_of_transformers(template: ChatTemplate, thinking: bool) -> None:

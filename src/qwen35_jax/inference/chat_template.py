@@ -7,8 +7,10 @@ functions that `transformers` gives them and nothing else.
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,10 +22,14 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from qwen35_jax.errors import PromptError
+from qwen35_jax.inference.chat.marks import unused_marks
 from qwen35_jax.inference.chat.messages import checked_messages, checked_tools
 from qwen35_jax.inference.tokenizer import CONFIG_FILE_NAME, Tokenizer, read_json_object
 
 FILE_NAME = "chat_template.jinja"
+# Variables of the template whose values stand before and after the assistant's parts; nothing where they are not given.
+GENERATION_BEGINS = "_generation_begins"
+GENERATION_ENDS = "_generation_ends"
 
 
 class ChatTemplate:
@@ -33,16 +39,22 @@ class ChatTemplate:
         source: the template's text.
         special_tokens: variables such as `eos_token` that templates may print.
 
+    Attributes:
+        marks_generation: whether the template tells the assistant's parts by `{% generation %}`.
+
     Raises:
         PromptError: the source is no valid template.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None):
         self._special_tokens = dict(special_tokens or {})
+        environment = _environment()
         try:
-            self._template = _environment().from_string(source)
+            program = environment.parse(source)
+            self._template = environment.from_string(program)
         except jinja2.TemplateError as error:
             raise PromptError(f"the chat template is not valid: {error}") from error
+        self.marks_generation = any(name.name == GENERATION_BEGINS for name in program.find_all(nodes.Name))
 
     @classmethod
     def from_folder(cls, folder: str | os.PathLike[str]) -> ChatTemplate:
@@ -104,6 +116,42 @@ class ChatTemplate:
         except (TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
             raise PromptError(f"the chat template fails on this conversation: {error}") from error
 
+    def render_with_spans(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """A whole conversation, and where in it the template writes inside `{% generation %}`.
+
+        Args:
+            messages: see `render`.
+            tools: see `render`.
+            **variables: anything else that the template reads.
+
+        Returns:
+            The text without an opening for one more answer, and the begin and end of each such part in it, in order.
+
+        Raises:
+            MessageError: a message or a tool is malformed; names the field.
+            PromptError: the template refuses the conversation, or does more with what the blocks write than print it.
+        """
+        begin, end = unused_marks([messages, tools, variables], 2)
+        plain = self.render(messages, add_generation_prompt=False, tools=tools, **variables)
+        variables |= {GENERATION_BEGINS: begin, GENERATION_ENDS: end}
+        marked = self.render(messages, add_generation_prompt=False, tools=tools, **variables)
+        pieces = re.split(f"([{begin}{end}])", marked)
+        found = pieces[1::2]
+        text = "".join(pieces[::2])
+        if found != [begin, end] * (len(found) // 2) or text != plain:
+            raise PromptError(
+                "the chat template nests {% generation %} blocks or changes what they have written, so where the "
+                "assistant's parts end up cannot be told: put the blocks around what is printed as it stands"
+            )
+        borders = list(itertools.accumulate(map(len, pieces[::2])))
+        return text, list(zip(borders[:-1:2], borders[1::2], strict=True))
+
 
 def encode_chat(
     template: ChatTemplate, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **options: Any
@@ -126,13 +174,21 @@ def _token_text(token: Any) -> str | None:
 
 
 class _GenerationBlocks(Extension):
-    """Accepts `{% generation %}`, by which training templates mark the assistant's part, as its content."""
+    """Reads `{% generation %}`, by which training templates mark the assistant's part.
+
+    The block writes its content, between two variables that are empty in an ordinary rendering.
+    """
 
     tags = {"generation"}  # noqa: RUF012 - the name and kind that jinja2 reads
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        line = next(parser.stream).lineno
+        content = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return [_printed(GENERATION_BEGINS, line), *content, _printed(GENERATION_ENDS, line)]
+
+
+def _printed(variable: str, line: int) -> nodes.Node:
+    return nodes.Output([nodes.Name(variable, "load")], lineno=line)
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
