@@ -1,0 +1,127 @@
+"""The batches of a training run: shuffled, cut among processes, and resumable at every step. Needs the `train` extra.
+
+Grain gives the order of the rows: shuffled by seed and epoch, epochs after each other without end, so that a step at
+the end of one takes what it lacks from the next. The order belongs to the run, not to a process. A step's rows are the
+same on any number of processes, and each makes only those that it holds, which are neighbours along the batch axis as
+`jax.make_array_from_process_local_data` takes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import grain
+import numpy as np
+from jaxtyping import Int
+
+from qwen35_jax.errors import ConfigError
+from qwen35_jax.training.objective import Batch
+from qwen35_jax.training.packing import PackedRows
+from qwen35_jax.training.records import DataError
+
+NO_ROW = -1
+"""Index of a row of padding."""
+
+
+class Batches(Iterator[Batch]):
+    """The steps of a run, without end, for one process.
+
+    Each is a `Batch` of NumPy arrays [micro_batches, rows of this process, time].
+
+    Args:
+        packed: all rows of the data set; the same on every process.
+        micro_batches: of a step.
+        rows: of a micro-batch, those of all processes together.
+        seed: of the order, from 0 to 2**32 - 1.
+        process_index: this process.
+        process_count: of all.
+
+    Raises:
+        ConfigError: a number is out of range, or the rows cannot be shared evenly.
+        DataError: there are no rows.
+    """
+
+    def __init__(
+        self,
+        packed: PackedRows,
+        *,
+        micro_batches: int,
+        rows: int,
+        seed: int,
+        process_index: int = 0,
+        process_count: int = 1,
+    ):
+        _check(packed, micro_batches, rows, process_index, process_count)
+        if not 0 <= seed < 2**32:
+            raise ConfigError(f"seed is {seed}, expected a number from 0 to 2**32 - 1")
+        rows_per_step = micro_batches * rows
+        self.steps_per_epoch = len(packed) / rows_per_step
+        # What the order depends on, and so a position in it: not processes, nor how a step is cut into micro-batches.
+        self._order = {"data": packed.fingerprint(), "seed": seed, "rows_per_step": rows_per_step}
+
+        def own(indices: Int[np.ndarray, " rows_per_step"]) -> Batch:
+            shared = indices.reshape(micro_batches, process_count, rows // process_count)
+            return _batch(packed, shared[:, process_index])
+
+        steps = grain.MapDataset.range(len(packed)).shuffle(seed=seed).repeat().batch(rows_per_step).map(own)
+        # A step is made in milliseconds, so one thread keeps ahead of the device; each step held takes memory.
+        self._steps = iter(steps.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)))
+
+    def __next__(self) -> Batch:
+        return next(self._steps)
+
+    def get_state(self) -> dict[str, Any]:
+        """The position, as JSON can hold it: after the step that was given last, whatever was made ahead."""
+        return {"order": dict(self._order), "position": self._steps.get_state()}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a position that was saved, by however many processes.
+
+        Raises:
+            DataError: it belongs to other data, another seed or another size of a step; names which.
+        """
+        saved = state.get("order", {})
+        for name, value in self._order.items():
+            if saved.get(name) != value:
+                raise DataError(
+                    f"the saved position in the data has {name} {saved.get(name)!r}, and this run {value!r}: go on "
+                    "with the data and settings of then, or start a new run"
+                )
+        self._steps.set_state(dict(state["position"]))
+
+
+def single_pass(
+    packed: PackedRows, *, micro_batches: int, rows: int, process_index: int = 0, process_count: int = 1
+) -> Iterator[Batch]:
+    """Every row once and in order, as an evaluation goes through them; the last batch is filled up with padding.
+
+    Arguments and errors as for `Batches`. All processes get the same number of batches.
+    """
+    _check(packed, micro_batches, rows, process_index, process_count)
+    rows_per_step = micro_batches * rows
+    indices = np.arange(-(-len(packed) // rows_per_step) * rows_per_step)
+    indices[len(packed) :] = NO_ROW
+    shared = indices.reshape(-1, micro_batches, process_count, rows // process_count)
+    return (_batch(packed, each) for each in shared[:, :, process_index])
+
+
+def _batch(packed: PackedRows, indices: Int[np.ndarray, "micro_batches rows"]) -> Batch:
+    made = [packed.empty if index == NO_ROW else packed[index] for index in indices.flat]
+    # Any, since the fields are declared for the device's arrays, which these become where they are put on one.
+    fields: list[Any] = [np.stack(field).reshape(*indices.shape, -1) for field in zip(*made, strict=True)]
+    return Batch(*fields)
+
+
+def _check(packed: PackedRows, micro_batches: int, rows: int, process_index: int, process_count: int) -> None:
+    if not len(packed):
+        raise DataError("there are no rows to make batches of")
+    for name, value in (("micro_batches", micro_batches), ("rows", rows), ("process_count", process_count)):
+        if value < 1:
+            raise ConfigError(f"{name} is {value}, expected at least 1")
+    if rows % process_count:
+        raise ConfigError(
+            f"rows is {rows}, and {process_count} processes cannot share that evenly: take a multiple of their number"
+        )
+    if not 0 <= process_index < process_count:
+        raise ConfigError(f"process_index is {process_index}, expected 0 to {process_count - 1}")
