@@ -31,9 +31,9 @@ from qwen35_jax.checkpoint import load
 from qwen35_jax.checkpoint.source import LoadedModel
 from qwen35_jax.config import published
 from qwen35_jax.inference.engine import AnswerStream, Engine, Request
-from qwen35_jax.inference.engine.engine import PASSES_IN_A_BLOCK
 from qwen35_jax.inference.engine.slots import decode_slots
 from qwen35_jax.inference.generation import generate
+from qwen35_jax.inference.programs import PASSES_IN_A_BLOCK
 from qwen35_jax.inference.settings import GenerationSettings
 from qwen35_jax.inference.speculation import HeadInput, Speculation
 from qwen35_jax.model import init_model

@@ -18,7 +18,7 @@ from qwen35_jax.errors import NonFiniteError, PromptError
 from qwen35_jax.inference import generation
 from qwen35_jax.inference.buckets import prefill_chunks
 from qwen35_jax.inference.generation import generate
-from qwen35_jax.inference.programs import decode_block, first_token, prefill_chunk
+from qwen35_jax.inference.programs import PASSES_IN_A_BLOCK, decode_block, first_token, prefill_chunk
 from qwen35_jax.inference.results import Generation, TokenEvent
 from qwen35_jax.inference.rows import fresh_rows
 from qwen35_jax.inference.settings import GenerationSettings
@@ -242,10 +242,10 @@ def test_b95_broken_weights_raise_instead_of_giving_token_0(tiny: TinyModel, bad
 def test_b95_logits_that_break_later_name_their_step(
     tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def breaking(*arguments: Any, **static: Any) -> Any:
-        memory, rows, emission = decode_block(*arguments, **static)
+    def breaking(*arguments: Any) -> Any:
+        memory, rows, emission = decode_block(*arguments)
         # The first token is step 0, so that the third pass of the first block draws step 3.
-        breaks = (jnp.arange(static["steps"])[:, None, None] >= 2) & (jnp.arange(3) == 1)
+        breaks = (jnp.arange(PASSES_IN_A_BLOCK)[:, None, None] >= 2) & (jnp.arange(3) == 1)
         return memory, rows, emission._replace(finite=~breaks)
 
     breaking.lower = decode_block.lower  # type: ignore[attr-defined]

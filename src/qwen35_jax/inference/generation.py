@@ -15,7 +15,14 @@ from qwen35_jax.errors import PromptError
 from qwen35_jax.inference.answer import Answer
 from qwen35_jax.inference.buckets import cache_capacity, prefill_chunks
 from qwen35_jax.inference.placement import Placement
-from qwen35_jax.inference.programs import Memory, decode_block, empty_memory, first_token, prefill_chunk
+from qwen35_jax.inference.programs import (
+    PASSES_IN_A_BLOCK,
+    Memory,
+    decode_block,
+    empty_memory,
+    first_token,
+    prefill_chunk,
+)
 from qwen35_jax.inference.prompts import Prompt, as_rows, check_prompts
 from qwen35_jax.inference.results import GenerationResult, Timing, TokenEvent
 from qwen35_jax.inference.rows import drawable_vocabulary, fresh_rows, limits_of, part_of
@@ -26,9 +33,6 @@ from qwen35_jax.inference.speculation import Speculation, require_head
 from qwen35_jax.inference.stop_tokens import parse_token_ids, stop_token_ids
 from qwen35_jax.inference.tokenizer import FILE_NAME as TOKENIZER_FILE
 from qwen35_jax.inference.tokenizer import Tokenizer
-
-PASSES_IN_A_BLOCK = 8
-"""Passes of the model between two looks of the host: enough to hide its work, few enough to stream by."""
 
 
 def generate(
@@ -144,14 +148,13 @@ class _Run:
             fresh_rows(self.prompts, self.model.config.text.vocab_size, self._going_on())
         )
         chunks = self.placement.put(list(self._padded_chunks()))
-        block = {"steps": PASSES_IN_A_BLOCK}
         keep = self._going_on()
         # Compiled before the clock starts; calls below find the programs by their arguments' shapes.
         for tokens, segment_ids in {tokens.shape: (tokens, ids) for tokens, ids in chunks}.values():
             self._compile(prefill_chunk, *static, memory, tokens, segment_ids)
         self._compile(first_token, *static, memory, rows, *settings)
         if keep.any():
-            self._compile(decode_block, *static, memory, rows, keep, *settings, **block)
+            self._compile(decode_block, *static, memory, rows, keep, *settings)
 
         begin = time.perf_counter()
         for tokens, segment_ids in chunks:
@@ -162,14 +165,14 @@ class _Run:
         # its end is not looked at.
         following = None
         if keep.any():
-            memory, rows, following = decode_block(*static, memory, rows, keep, *settings, **block)
+            memory, rows, following = decode_block(*static, memory, rows, keep, *settings)
         first = jax.device_get(first)
         for row, answer in enumerate(self.answers):
             answer.take(part_of(first, row))
         first_seen = time.perf_counter()
         while self._going_on().any():
             assert following is not None
-            memory, rows, upcoming = decode_block(*static, memory, rows, self._going_on(), *settings, **block)
+            memory, rows, upcoming = decode_block(*static, memory, rows, self._going_on(), *settings)
             emissions = jax.device_get(following)
             for each_pass in range(PASSES_IN_A_BLOCK):
                 for row, answer in enumerate(self.answers):

@@ -147,12 +147,13 @@ def first_token(
     return placement.keep((memory, rows, emission))
 
 
+PASSES_IN_A_BLOCK = 8
+"""Passes of the model between two looks of the host: enough to hide its work, few enough to stream by."""
+
 _BlockCarry = tuple[Int[Array, ""], Memory, Rows, Emission]
 
 
-@functools.partial(
-    jax.jit, static_argnums=(0, 1), static_argnames="steps", donate_argnames=("memory", "rows")
-)
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnames=("memory", "rows"))
 def decode_block(
     graphdef: nnx.GraphDef,
     placement: Placement,
@@ -164,7 +165,7 @@ def decode_block(
     limits: Limits,
     allowed: Allowed | None = None,
     *,
-    steps: int,
+    steps: Int[Array, ""] | int = PASSES_IN_A_BLOCK,
 ) -> tuple[Memory, Rows, Emission]:
     """Passes of the model over each row's last token, each with the draws that follow; none when no row is active.
 
@@ -172,17 +173,17 @@ def decode_block(
         placement: that of the arguments, and so of the results.
         keep: false ends a row from outside, for a stop string.
         allowed: what grammars leave to be drawn. They are asked anew after every token: this takes `steps` of 1.
-        steps: passes at most. The host sees their tokens together.
+        steps: passes at most, up to `PASSES_IN_A_BLOCK`. The host sees their tokens together.
 
     Returns:
-        The memory, the rows, and the emissions [steps position batch] in the order of the answer: one position a pass,
-        or as many as drafts and one more where the head speculates.
+        The memory, the rows, and the emissions [PASSES_IN_A_BLOCK position batch] in the order of the answer: one
+        position a pass, or as many as drafts and one more where the head speculates.
     """
     model = nnx.merge(graphdef, parameters)
 
     def more(carry: _BlockCarry) -> Bool[Array, ""]:
         done, _, rows, _ = carry
-        return (done < steps) & rows.active.any()
+        return (done < jnp.minimum(steps, PASSES_IN_A_BLOCK)) & rows.active.any()
 
     def step(carry: _BlockCarry) -> _BlockCarry:
         done, memory, rows, emissions = carry
@@ -201,7 +202,7 @@ def decode_block(
 
     rows = rows._replace(active=rows.active & keep)
     positions = 1 if memory.draft is None else memory.draft.tokens.shape[1] + 1
-    nothing = empty_emissions((steps, positions, *rows.token.shape), limits)
+    nothing = empty_emissions((PASSES_IN_A_BLOCK, positions, *rows.token.shape), limits)
     _, memory, rows, emissions = jax.lax.while_loop(more, step, (jnp.int32(0), memory, rows, nothing))
     return *placement.keep((memory, rows)), emissions
 

@@ -24,13 +24,13 @@ from qwen35_jax.inference.engine.snapshots import Block, Snapshot
 from qwen35_jax.inference.engine.statistics import COUNTED, EngineStatistics
 from qwen35_jax.inference.engine.ticket import Ticket, ticket_for
 from qwen35_jax.inference.placement import Placement
+from qwen35_jax.inference.programs import PASSES_IN_A_BLOCK
 from qwen35_jax.inference.rows import Emission, drawable_vocabulary, part_of
 from qwen35_jax.inference.runnable import RunnableModel
 from qwen35_jax.inference.settings import GenerationSettings
 from qwen35_jax.inference.speculation import Speculation, require_head
 from qwen35_jax.inference.tokenizer import Tokenizer
 
-PASSES_IN_A_BLOCK = 8
 PASSES_BESIDE_PREFILL = 1
 """While prompts are being consumed, the slots that decode get one pass after every piece."""
 
@@ -129,7 +129,7 @@ class Engine:
         self._warm: set[int] = set()
         self.compile_seconds = 0.0
         if warm_up:
-            self._warm_up(self._buckets, (PASSES_BESIDE_PREFILL, PASSES_IN_A_BLOCK))
+            self._warm_up(self._buckets)
         self._thread = threading.Thread(target=self._run, name="qwen35-engine", daemon=True)
         self._thread.start()
 
@@ -264,20 +264,20 @@ class Engine:
             cuts = {self._prefixes.parting(prompt), len(prompt) // BLOCK * BLOCK}
         ticket.chunks = pieces_between(start, len(prompt), cuts, self._buckets)
         if self._scheduler.occupied == 1:
-            self._warm_up([chunk.padded_length for chunk in ticket.chunks], (PASSES_IN_A_BLOCK,))
+            self._warm_up(chunk.padded_length for chunk in ticket.chunks)
         self._runner.occupy(slot, ticket.request, ticket.answer.seed)
         if hit is not None:
             self._runner.restore(slot, hit)
             ticket.answer.cached_tokens = start
             self._count(cached_tokens=start)
 
-    def _warm_up(self, lengths: Iterable[int], passes: tuple[int, ...]) -> None:
+    def _warm_up(self, lengths: Iterable[int]) -> None:
         """Compiles what pieces of these padded lengths need, unless that is done. It runs in slots that are free."""
         missing = sorted({*lengths} - self._warm)
         if not missing:
             return
         start = time.perf_counter()
-        self._runner.warm_up(Request((0,), GenerationSettings(max_new_tokens=1)), missing, passes)
+        self._runner.warm_up(Request((0,), GenerationSettings(max_new_tokens=1)), missing)
         self._warm.update(missing)
         self.compile_seconds += time.perf_counter() - start
 

@@ -135,10 +135,10 @@ class SlotRunner:
         Args:
             going_on: for every slot that decodes, false to end its row.
             bits: of the grammars of slots that have one. Then `passes` is 1.
-            passes: of the model, at most.
+            passes: of the model, at most, up to `PASSES_IN_A_BLOCK`.
 
         Returns:
-            The emissions [passes position row], and each slot's row among them.
+            The emissions [PASSES_IN_A_BLOCK position row], and each slot's row among them.
         """
         alone = len(going_on) == 1
         slots = [*going_on] if alone else [*range(self._count)]
@@ -174,7 +174,7 @@ class SlotRunner:
         snapshot = self._on_device(hit.snapshot)
         self._slots = put_snapshot(self._placement, self._slots, where, snapshot)
 
-    def warm_up(self, request: Request, buckets: Sequence[int], passes: Sequence[int]) -> None:
+    def warm_up(self, request: Request, buckets: Sequence[int]) -> None:
         """Compiles every program, on a request that nobody asked for."""
         for bucket in buckets:
             self.occupy(0, request, seed=0)
@@ -185,9 +185,8 @@ class SlotRunner:
         assert hit is not None
         self.restore(0, hit)
         self.start(0, None)
-        for steps in passes:
-            self.decode({0: False}, {}, passes=steps)
-            self.decode(dict.fromkeys(range(self._count), False), {}, passes=steps)
+        self.decode({0: False}, {}, passes=1)
+        self.decode(dict.fromkeys(range(self._count), False), {}, passes=1)
         self.occupy(0, request, seed=0)
         jax.block_until_ready(self._slots)
 

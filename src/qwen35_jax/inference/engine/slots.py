@@ -193,14 +193,16 @@ def _mesh_that_cuts(placement: Placement, rows: int) -> Mesh | None:
 
 
 def _emptied(memory: Memory, slot: Int[Array, ""]) -> Memory:
-    """Zeros in one row of every array."""
+    """Zeros in one row of every array but keys and values: beyond the row's length nobody reads these."""
 
     def clear(array: Array, axis: int) -> Array:
         shape = (*array.shape[:axis], 1, *array.shape[axis + 1 :])
         return jax.lax.dynamic_update_slice_in_dim(array, jnp.zeros(shape, array.dtype), slot, axis)
 
     def of_cache(cache: Cache) -> Cache:
-        groups = jax.tree.map(lambda array: clear(array, 1), cache.groups)
+        groups = _map_delta_nets(
+            lambda layer: jax.tree.map(lambda array: clear(array, 1), layer), cache.groups
+        )
         return dataclasses.replace(cache, groups=groups, lengths=clear(cache.lengths, 0))
 
     return _map_caches(of_cache, lambda array: clear(array, 0), memory)
@@ -286,7 +288,7 @@ def start_slot(
     return placement.keep(slots), emission
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames="steps", donate_argnames="slots")
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnames="slots")
 def decode_slots(
     graphdef: nnx.GraphDef,
     placement: Placement,
@@ -295,7 +297,7 @@ def decode_slots(
     keep: Bool[Array, "batch"],
     allowed: Allowed,
     *,
-    steps: int,
+    steps: Int[Array, ""] | int,
 ) -> tuple[Slots, Emission]:
     """A block of decoding in all slots that decode. Arguments and results as for `programs.decode_block`."""
     memory, rows, emissions = programs.decode_block(
@@ -313,7 +315,7 @@ def decode_slots(
     return slots._replace(memory=memory, rows=rows), emissions
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames="steps", donate_argnames="slots")
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnames="slots")
 def decode_slot(
     graphdef: nnx.GraphDef,
     placement: Placement,
@@ -323,7 +325,7 @@ def decode_slot(
     keep: Bool[Array, "1"],
     allowed: Allowed,
     *,
-    steps: int,
+    steps: Int[Array, ""] | int,
 ) -> tuple[Slots, Emission]:
     """`decode_slots` for when only one slot decodes: the others cost nothing. Their emissions are left out."""
     one = with_keys_at_hand(placement, row_of(placement, slots, slot))
