@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,6 +48,15 @@ def equal(left: list[Batch], right: list[Batch]) -> bool:
     )
 
 
+def joined(parts: Iterable[Sequence[Batch]]) -> list[Batch]:
+    """The global batches whose rows processes share."""
+    batches = []
+    for each in zip(*parts, strict=True):
+        fields: list[Any] = [np.concatenate(field, axis=1) for field in zip(*each, strict=True)]
+        batches.append(Batch(*fields))
+    return batches
+
+
 def test_a_step_has_micro_batches_of_rows_with_their_segments_and_weights() -> None:
     (batch,) = steps(Batches(packed_rows(), micro_batches=3, rows=2, seed=0), 1)
     assert {field.shape for field in batch} == {(3, 2, ROW)}
@@ -80,11 +91,7 @@ def test_processes_together_have_the_batch_of_one(processes: int) -> None:
 
     whole = steps(stream(0, 1), 4)
     parts = [steps(stream(index, processes), 4) for index in range(processes)]
-    joined = [
-        Batch(*(np.concatenate(fields, axis=1) for fields in zip(*each, strict=True)))
-        for each in zip(*parts, strict=True)
-    ]
-    assert equal(joined, whole)
+    assert equal(joined(parts), whole)
     assert all(batch.tokens.shape == (2, 6 // processes, ROW) for part in parts for batch in part)
 
 
@@ -122,8 +129,7 @@ def test_a_position_saved_by_one_process_is_one_for_several() -> None:
         part.set_state(state)
         assert part.get_state() == state
         parts.append(steps(part, 2))
-    joined = [np.concatenate([first.tokens, second.tokens], 1) for first, second in zip(*parts, strict=True)]
-    assert all(np.array_equal(tokens, batch.tokens) for tokens, batch in zip(joined, whole, strict=True))
+    assert equal(joined(parts), whole)
 
 
 def test_a_position_in_other_data_is_refused_by_what_differs() -> None:
@@ -150,10 +156,7 @@ def test_a_single_pass_has_every_row_once_in_order_and_then_padding(processes: i
         )
         for index in range(processes)
     ]
-    batches = [
-        Batch(*(np.concatenate(fields, axis=1) for fields in zip(*each, strict=True)))
-        for each in zip(*parts, strict=True)
-    ]
+    batches = joined(parts)
     assert [batch.tokens.shape for batch in batches] == [(2, 4, ROW)] * 2
     assert numbers(batches) == [*range(COUNT), *[99] * 5]
     real = np.concatenate([np.asarray(batch.segment_ids).reshape(-1, ROW) for batch in batches]).any(axis=1)

@@ -224,7 +224,7 @@ PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
         ),
         ("<|im_start|>assistant\nLike this.<|im_end|>\n" + TURN + PROMPT, "writes 2 turns .* expected 1"),
         (
-            "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}\n{% endfor %}" + PROMPT,
+            TURN.replace("<|im_end|>", "{% if m.role == 'user' %}<|im_end|>{% endif %}") + PROMPT,
             r"without <\|im_end\|>",
         ),
         ("{% if add_generation_prompt %}Think! {% endif %}" + TURN + PROMPT, "writes a question otherwise"),
@@ -232,7 +232,7 @@ PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 def test_a_template_whose_turns_cannot_be_told_is_refused(source: str, complaint: str) -> None:
     with pytest.raises(PromptError, match=complaint):
-        ChatDocuments(ChatTemplate(source), TOKENIZER).encode([QUESTION, ANSWER])
+        ChatDocuments(ChatTemplate(source), TOKENIZER).encode([QUESTION, ANSWER, QUESTION])
 
 
 def test_a_template_that_looks_for_names_of_special_tokens_is_refused_where_there_are_any() -> None:
