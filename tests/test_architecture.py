@@ -27,7 +27,8 @@ LAYERS = (
     ("nn",),
     ("model",),
     ("checkpoint", "sharding"),
-    ("inference", "training", "inspect", "quantization", "verify"),
+    ("inference", "inspect", "quantization", "verify"),
+    ("training",),  # reads chats by the template and the tokenizer of inference, and samples answers on the way
     ("cli",),
     ("__main__",),
 )
