@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from qwen35_jax.ops.segments import positions
 from qwen35_jax.training.document import Document
 from qwen35_jax.training.packing import PackedRows, pack
 from qwen35_jax.training.records import DataError
@@ -56,7 +58,7 @@ def test_b08_documents_stand_whole_and_numbered_before_the_padding(lengths: list
         numbers = row.segment_ids[row.segment_ids > 0]
         assert row.segment_ids[: len(numbers)].all()
         count = int(numbers.max())
-        # 1, 2, 3 and so on: neighbours differ, and positions of each start anew (b10).
+        # 1, 2, 3 and so on, so neighbours differ.
         assert (np.diff(numbers) >= 0).all() and set(numbers.tolist()) == set(range(1, count + 1))
         for number in range(1, count + 1):
             assert tuple(row.tokens[row.segment_ids == number].tolist()) in whole
@@ -64,12 +66,13 @@ def test_b08_documents_stand_whole_and_numbered_before_the_padding(lengths: list
     assert seen == len(given_documents)
 
 
-def test_b10_segments_count_from_one_in_every_row() -> None:
+def test_b10_segments_count_from_one_in_every_row_and_positions_from_zero_in_every_document() -> None:
     packed = PackedRows(documents([3, 4, 8]), 8)
-    assert [packed[index].segment_ids.tolist() for index in range(2)] == [
-        [1] * 8,
-        [1, 1, 1, 1, 2, 2, 2, 0],
-    ]
+    segment_ids = np.stack([packed[index].segment_ids for index in range(2)])
+    assert segment_ids.tolist() == [[1] * 8, [1, 1, 1, 1, 2, 2, 2, 0]]
+    found = positions(jnp.asarray(segment_ids))
+    assert found[0].tolist() == list(range(8))
+    assert found[1, :7].tolist() == [0, 1, 2, 3, 0, 1, 2]
 
 
 def test_b83_a_stop_token_that_is_also_the_padding_keeps_its_weight() -> None:

@@ -37,6 +37,9 @@ class Batches(Iterator[Batch]):
         process_index: this process.
         process_count: of all.
 
+    Attributes:
+        steps_per_epoch: steps in which every row is given once; seldom a whole number.
+
     Raises:
         ConfigError: a number is out of range, or the rows cannot be shared evenly.
         DataError: there are no rows.
