@@ -22,13 +22,15 @@ TESTS = Path(__file__).parent
 LAYERS = (
     ("errors",),
     ("config",),
-    ("layer_groups", "ops", "spec"),
+    ("layer_groups", "logical_axes", "ops", "spec"),
     ("cache",),
     ("nn",),
     ("model",),
     ("checkpoint", "sharding"),
     ("inference", "inspect", "quantization", "verify"),
-    ("training",),  # reads chats by the template and the tokenizer of inference, and samples answers on the way
+    (
+        "training",
+    ),  # reads chats by the template and the tokenizer of inference, and samples answers on the way
     ("cli",),
     ("__main__",),
 )

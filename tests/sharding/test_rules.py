@@ -13,10 +13,14 @@ from jax.sharding import AxisType, PartitionSpec
 
 from qwen35_jax.cache import init_cache
 from qwen35_jax.errors import ConfigError
+from qwen35_jax.logical_axes import MESH_AXES, RULES
 from qwen35_jax.model import abstract_model
 from qwen35_jax.sharding import cache_shardings, parameter_axes, shardings
-from qwen35_jax.sharding.rules import CACHE_AXES, MESH_AXES, RULES, LogicalAxes
+from qwen35_jax.sharding.rules import CACHE_AXES, LogicalAxes
 from tests.small_text_model import FULL, LINEAR, small_config
+
+# Of activations alone, which neither parameters nor caches have.
+ACTIVATION_AXES = {"time", "residual"}
 
 # All heads divide over four devices.
 CONFIG = small_config(
@@ -50,8 +54,9 @@ def test_every_rule_is_for_an_axis_that_is_there_and_every_mesh_axis_cuts_someth
         parameter_axes(graphdef, parameters), is_leaf=lambda node: isinstance(node, LogicalAxes)
     )
     names = {name for logical in named for name in logical.names}
-    assert names | {name for axes in CACHE_AXES.values() for name in axes} == set(RULES)
-    assert set(MESH_AXES) == set(RULES.values()) - {None}
+    names |= {name for axes in CACHE_AXES.values() for name in axes}
+    assert names | ACTIVATION_AXES == set(RULES)
+    assert set(MESH_AXES) == {axis for axes in RULES.values() for axis in axes}
     with pytest.raises(
         ConfigError, match=r"unknown axes \['expert'\]; expected some of \['data', 'fsdp', 'tensor'\]"
     ):
@@ -93,7 +98,8 @@ def test_a_cache_is_cut_where_its_rows_and_heads_divide_and_whole_elsewhere():
         "key": PartitionSpec(None, None, None, None, None),
         "lengths": PartitionSpec(None),
     }
-    assert specs(6, fsdp=2)["key"] == PartitionSpec(None, None, None, None, None)
+    assert specs(6, fsdp=2)["key"] == PartitionSpec(None, "fsdp", None, None, None)
+    assert specs(6, data=3, fsdp=2)["lengths"] == PartitionSpec(("data", "fsdp"))
 
 
 def _abstract_mesh(**sizes: int) -> jax.sharding.AbstractMesh:

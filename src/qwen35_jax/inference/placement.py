@@ -9,9 +9,10 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from qwen35_jax.cache import Cache
+from qwen35_jax.logical_axes import shards
 from qwen35_jax.model import Parameters
 from qwen35_jax.sharding import cache_shardings
-from qwen35_jax.sharding.rules import RULES, fitting_sharding
+from qwen35_jax.sharding.rules import fitting_sharding
 
 Tree = TypeVar("Tree")
 
@@ -21,7 +22,7 @@ class Placement:
     """Decides where arrays go. Two of them are equal when they decide alike, so that one may be a static argument.
 
     On a mesh, caches are cut as the sharding rules say. Everything else is per row and has the batch in front: its
-    rows are cut over the axis of `batch` where they divide, and what has no rows is whole on every device.
+    rows are cut over the axes of `batch` where they divide, and what has no rows is whole on every device.
 
     Attributes:
         whole: of a value that every device needs.
@@ -41,7 +42,7 @@ class Placement:
         """The next number of rows that can be cut evenly."""
         cut = 1
         if isinstance(self.whole, NamedSharding):
-            cut = self.whole.mesh.shape.get(RULES["batch"], 1)
+            cut = shards(self.whole.mesh, "batch")
         return -(-rows // cut) * cut
 
     def shardings(self, tree: Tree) -> Tree:

@@ -1,8 +1,4 @@
-"""The one table from logical axes to mesh axes.
-
-Every parameter names its logical axes where it is made (`qwen35_jax.nn.parameter`). Cutting a model over a mesh is a
-choice of rules, made here, after the model is written.
-"""
+"""The rules of `qwen35_jax.logical_axes` over whole trees: of parameters and of caches."""
 
 from __future__ import annotations
 
@@ -12,40 +8,12 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from qwen35_jax.cache import Cache
 from qwen35_jax.errors import ConfigError
+from qwen35_jax.logical_axes import MESH_AXES, fitting_partition, partition
 from qwen35_jax.model import Parameters
-
-MESH_AXES = ("data", "fsdp", "tensor")
-
-# Heads are the unit of tensor parallelism: each device holds whole heads of every part (q, k, v, z, gate), its part
-# of the convolution and of the memory, and one sum over `tensor` follows out_proj, o_proj and down. The residual
-# width is cut over `fsdp` and gathered for use. Norms and per-head gates follow the axis that they scale.
-RULES: Mapping[str, str | None] = {
-    "batch": "data",
-    "vocab": "tensor",
-    "embed": "fsdp",
-    "heads": "tensor",
-    "kv_heads": "tensor",
-    "key_heads": "tensor",
-    "value_heads": "tensor",
-    "mlp": "tensor",
-    "repeats": None,
-    "head_dim": None,
-    "key_dim": None,
-    "value_dim": None,
-    "kernel": None,
-    "window": None,
-    "capacity": None,
-    "mtp_embed": None,
-    "mtp_part": None,
-}
-
-# Heads that several others share: where there are fewer of them than shards, every shard keeps them all.
-SHARED_HEADS = frozenset({"kv_heads", "key_heads"})
-
 
 CACHE_AXES: Mapping[str, tuple[str, ...]] = {
     "window_q": ("repeats", "batch", "window", "key_heads", "key_dim"),
@@ -106,7 +74,7 @@ def shardings(mesh: Mesh | AbstractMesh, axes: Any, arrays: Any) -> Any:
         )
 
     def one(logical: LogicalAxes, array: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding:
-        return NamedSharding(mesh, _partition(mesh, logical.names, array.shape))
+        return NamedSharding(mesh, partition(mesh, logical.names, array.shape))
 
     return jax.tree.map(one, axes, arrays, is_leaf=lambda node: isinstance(node, LogicalAxes))
 
@@ -130,35 +98,4 @@ def fitting_sharding(
     mesh: Mesh | AbstractMesh, names: tuple[str, ...], shape: tuple[int, ...]
 ) -> NamedSharding:
     """The rules' sharding of one array, but whole along every axis that does not divide."""
-    return NamedSharding(
-        mesh,
-        PartitionSpec(
-            *(
-                RULES[name] if (shards := _shards(mesh, name)) > 1 and size % shards == 0 else None
-                for name, size in zip(names, shape, strict=True)
-            )
-        ),
-    )
-
-
-def _shards(mesh: Mesh | AbstractMesh, name: str) -> int:
-    """Over how many devices an axis is to be cut."""
-    mesh_axis = RULES[name]
-    return mesh.shape.get(mesh_axis, 1) if mesh_axis else 1
-
-
-def _partition(mesh: Mesh | AbstractMesh, names: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec:
-    partition = []
-    for name, size in zip(names, shape, strict=True):
-        mesh_axis = RULES[name]
-        shards = _shards(mesh, name)
-        if shards == 1 or (name in SHARED_HEADS and size < shards and shards % size == 0):
-            partition.append(None)
-        elif size % shards:
-            raise ConfigError(
-                f"mesh: {size} {name} do not divide over {shards} devices of mesh axis '{mesh_axis}'; "
-                f"choose a size of '{mesh_axis}' that divides {size}"
-            )
-        else:
-            partition.append(mesh_axis)
-    return PartitionSpec(*partition)
+    return NamedSharding(mesh, fitting_partition(mesh, names, shape))

@@ -27,8 +27,8 @@ from qwen35_jax.inference.runnable import RunnableModel
 from qwen35_jax.inference.sampling import Sampling, stack_settings
 from qwen35_jax.inference.settings import GenerationSettings
 from qwen35_jax.inference.speculation import Speculation
+from qwen35_jax.logical_axes import mesh_axes, shards
 from qwen35_jax.model import Parameters
-from qwen35_jax.sharding.rules import RULES
 
 Tree = TypeVar("Tree")
 
@@ -155,7 +155,7 @@ def take_row(placement: Placement, array: Array, slot: Int[Array, ""], axis: int
     mesh = _mesh_that_cuts(placement, array.shape[axis])
     if mesh is None:
         return jax.lax.dynamic_slice_in_dim(array, slot, 1, axis)
-    name = RULES["batch"]
+    axes = mesh_axes(mesh, "batch")
     # A sum of which one part is not zero is exact in any type; narrow ones are not summed on every platform.
     wide = array.dtype
     if wide.itemsize < 4:
@@ -166,15 +166,15 @@ def take_row(placement: Placement, array: Array, slot: Int[Array, ""], axis: int
         index = slot - rows * number[0]
         row = jax.lax.dynamic_slice_in_dim(part, jnp.clip(index, 0, rows - 1), 1, axis)
         here = (index >= 0) & (index < rows)
-        return jax.lax.psum(jnp.where(here, row, jnp.zeros_like(row)).astype(wide), name)
+        return jax.lax.psum(jnp.where(here, row, jnp.zeros_like(row)).astype(wide), axes)
 
     row = jax.shard_map(
         of_device,
         mesh=mesh,
-        in_specs=(PartitionSpec(*[None] * axis, name), PartitionSpec(name), PartitionSpec()),
+        in_specs=(PartitionSpec(*[None] * axis, axes), PartitionSpec(axes), PartitionSpec()),
         out_specs=PartitionSpec(),
-        axis_names={name},  # how the other axes are cut stays with the compiler
-    )(array, jnp.arange(mesh.shape[name]), slot)
+        axis_names={*axes},  # how the other axes are cut stays with the compiler
+    )(array, jnp.arange(shards(mesh, "batch")), slot)
     return row.astype(array.dtype)
 
 
@@ -185,8 +185,8 @@ def attention_layers(cache: Cache) -> list[AttentionCache]:
 
 def _mesh_that_cuts(placement: Placement, rows: int) -> Mesh | None:
     """The mesh over which so many rows are cut; None where every device has all of them."""
-    shards = placement.filled_rows(1)
-    if shards == 1 or rows % shards:
+    parts = placement.filled_rows(1)
+    if parts == 1 or rows % parts:
         return None
     assert isinstance(placement.whole, NamedSharding) and isinstance(placement.whole.mesh, Mesh)
     return placement.whole.mesh

@@ -15,19 +15,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tokenizers
 
-from qwen35_jax.errors import PromptError
 from qwen35_jax.inference.chat.answer_parser import END_OF_THINK, opens_thought, parse_answer
+from qwen35_jax.inference.chat.marks import map_texts, texts, unused_marks, without_mark
 from qwen35_jax.inference.chat.messages import checked_messages, checked_tools
 from qwen35_jax.inference.chat_template import ChatTemplate
 from qwen35_jax.inference.tokenizer import Tokenizer
-
-MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
-"""Characters that Unicode keeps free of meaning."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,14 +83,14 @@ class ChatPrompts:
         messages = [_with_thoughts_apart(message) for message in checked_messages(messages)]
         tools = checked_tools(tools) if tools else None
         sent = messages, tools, dict(variables)
-        if not any(self._name.search(text) for text in _texts(sent)):
+        if not any(self._name.search(text) for text in texts(sent)):
             text = self._render(*sent)
             check(text)
             tokens = self._tokenizer.encode(text, add_special_tokens=False)
             return ChatPrompt(tokens, opens_thought(text))
-        mark = _unused_mark(sent)
-        text = self._render(*_map_texts(lambda text: self._start_of_name.sub(rf"\g<0>{mark}", text), sent))
-        check(_unmarked(text, mark))
+        (mark,) = unused_marks(sent, 1)
+        text = self._render(*map_texts(lambda text: self._start_of_name.sub(rf"\g<0>{mark}", text), sent))
+        check(without_mark(text, mark))
         return ChatPrompt(self._encode_marked(text, mark), opens_thought(text))
 
     def _render(self, messages: Any, tools: Any, variables: dict[str, Any]) -> str:
@@ -105,7 +102,7 @@ class ChatPrompts:
             if piece in self._added:
                 tokens.append(self._added[piece])
                 continue
-            tokens += self._literal.encode(_unmarked(piece, mark), add_special_tokens=False).ids
+            tokens += self._literal.encode(without_mark(piece, mark), add_special_tokens=False).ids
         return tokens
 
 
@@ -126,48 +123,3 @@ def _with_thoughts_apart(message: dict[str, Any]) -> dict[str, Any]:
         return message
     parts = parse_answer(content, in_thought=True)
     return message | {"content": parts.content, "reasoning_content": parts.reasoning}
-
-
-def _forms(mark: str) -> tuple[str, str]:
-    """How a mark may look in a rendered text: a template may have written a value as JSON in ASCII."""
-    return mark, json.dumps(mark)[1:-1]
-
-
-def _unmarked(text: str, mark: str) -> str:
-    for form in _forms(mark):
-        text = text.replace(form, "")
-    return text
-
-
-def _unused_mark(sent: Any) -> str:
-    texts = list(_texts(sent))
-    for mark in MARKS:
-        if not any(form in text for text in texts for form in _forms(mark)):
-            return mark
-    raise PromptError(
-        "the messages hold all of Unicode's characters without a meaning: leave one of them out"
-    )
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """Every text in a value, keys among them."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, part in value.items():
-            yield from _texts(key)
-            yield from _texts(part)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _texts(part)
-
-
-def _map_texts(function: Callable[[str], str], value: Any) -> Any:
-    """The value with a function applied to every text in it."""
-    if isinstance(value, str):
-        return function(value)
-    if isinstance(value, Mapping):
-        return {_map_texts(function, key): _map_texts(function, part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_map_texts(function, part) for part in value)
-    return value
