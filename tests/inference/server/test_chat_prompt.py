@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from qwen35_jax.checkpoint.model_name import find_model
 from qwen35_jax.errors import PromptError
+from qwen35_jax.inference.chat.marks import MARKS
 from qwen35_jax.inference.chat_template import ChatTemplate, encode_chat
-from qwen35_jax.inference.server.chat_prompt import MARKS, ChatPrompts
+from qwen35_jax.inference.server.chat_prompt import ChatPrompts
 from qwen35_jax.inference.tokenizer import Tokenizer
 from tests.inference.tiny_model import ascii_tokenizer
 
