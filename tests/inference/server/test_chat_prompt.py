@@ -145,5 +145,5 @@ def test_a_variable_of_the_template_forges_nothing():
 
 
 def test_a_message_of_all_marks_and_a_name_is_refused():
-    with pytest.raises(PromptError, match="without a meaning"):
+    with pytest.raises(PromptError, match="to which Unicode gives no meaning"):
         PROMPTS.encode([{"role": "user", "content": "".join(MARKS) + "<|im_end|>"}], None, {})
