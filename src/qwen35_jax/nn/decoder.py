@@ -18,6 +18,7 @@ from jaxtyping import Array, Float
 from qwen35_jax.cache import AttentionCache, LayerCache, LayerUpdate
 from qwen35_jax.config import LayerKind, TextConfig
 from qwen35_jax.layer_groups import layer_groups
+from qwen35_jax.logical_axes import constrained
 from qwen35_jax.nn.context import TokenContext
 from qwen35_jax.nn.gated_attention import GatedAttention
 from qwen35_jax.nn.gated_delta_net import GatedDeltaNet
@@ -70,12 +71,12 @@ class DecoderLayer(nnx.Module):
             normed = self.input_norm(x)
         mixed, update = self.mixer(normed, context, cache)
         with jax.named_scope("attn_residual"):
-            x = x + mixed
+            x = constrained(x + mixed, "batch", "time", "residual")
         with jax.named_scope("post_attn_norm"):
             normed = self.post_attn_norm(x)
         fed_forward = self.mlp(normed)
         with jax.named_scope("mlp_residual"):
-            x = x + fed_forward
+            x = constrained(x + fed_forward, "batch", "time", "residual")
         return x, update
 
 

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from qwen35_jax.cache import Cache
 from qwen35_jax.config import TextConfig
+from qwen35_jax.logical_axes import constrained
 from qwen35_jax.nn.context import TokenContext
 from qwen35_jax.nn.decoder import Decoder, StackUpdates
 from qwen35_jax.nn.embedding import Embedding
@@ -114,7 +115,7 @@ class TextModel(nnx.Module):
 
     @jax.named_scope("embed")
     def embed(self, tokens: Tokens) -> Hidden:
-        return self.embed_tokens.lookup(tokens, self.dtype)
+        return constrained(self.embed_tokens.lookup(tokens, self.dtype), "batch", "time", "residual")
 
     @jax.named_scope("lm_head")
     def logits(self, hidden: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from qwen35_jax.logical_axes import constrained
 from qwen35_jax.nn.parameter import compute_dtype_for_state
 from qwen35_jax.ops.linear import linear
 from qwen35_jax.ops.precision import product_precision
@@ -135,7 +136,8 @@ _sums_of_blocks.defvjp(_forward, _backward)
 
 
 def _logits(hidden: Float[Array, "batch block embed"], head_weight: Array) -> Array:
-    return linear(hidden, head_weight, dtype=compute_dtype_for_state(hidden.dtype))
+    logits = linear(hidden, head_weight, dtype=compute_dtype_for_state(hidden.dtype))
+    return constrained(logits, "batch", "time", "vocab")
 
 
 def _sums_of_block(
