@@ -17,6 +17,7 @@ from flax import nnx
 
 from qwen35_jax.checkpoint import load, load_hf
 from qwen35_jax.inference import ChatTemplate, Generation, GenerationSettings, Tokenizer, generate
+from qwen35_jax.inference.speculation import Speculation
 from qwen35_jax.model import abstract_model
 from scripts.build_nano.countries import Country, country_sentence, read_countries
 from scripts.build_nano.dialogues import dialogue_turn
@@ -165,6 +166,16 @@ def test_the_mtp_head_guesses_the_token_after_the_next(
     guessed = np.asarray(drafts(parameters))[:, :-1]
     counted = real[:, 2:] == 1
     assert np.mean((guessed == tokens[:, 2:])[counted]) > 0.5
+
+
+def test_its_head_drafts_most_of_what_it_says() -> None:
+    """Past the end of answers too, and where it says nonsense."""
+    model = load("nano", dtype="float32", parameter_dtype="float32", mtp=True)
+    template = ChatTemplate.from_folder(FOLDER)
+    prompts = [template.render([{"role": "user", "content": "What is the opposite of tall?"}]), *FREE_TEXT]
+    settings = GenerationSettings(max_new_tokens=96, ignore_eos=True)
+    answers = generate(model, prompts, settings, speculation=Speculation(4)).generations
+    assert np.mean([answer.tokens_per_pass for answer in answers]) > 3.2
 
 
 @pytest.mark.reference

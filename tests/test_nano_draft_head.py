@@ -77,7 +77,7 @@ def test_training_moves_the_head_alone_and_its_guesses_come_to_hold(
     parameters = with_trained_head(
         tiny,
         rows,
-        schedule=Schedule(steps=41, decay_steps=30, rows=2, length=TIME, warmup_steps=2),
+        rounds=[Schedule(steps=41, decay_steps=30, rows=2, length=TIME, warmup_steps=2)],
         seed=0,
         note=lambda **entries: noted.append(entries),
     )

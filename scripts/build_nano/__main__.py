@@ -33,8 +33,7 @@ from scripts.build_nano.acceptance import tokens_per_pass
 from scripts.build_nano.architecture import hf_config
 from scripts.build_nano.continuations import continuations
 from scripts.build_nano.corpus import Batch, Corpus
-from scripts.build_nano.draft_head import SCHEDULE as HEAD_SCHEDULE
-from scripts.build_nano.draft_head import with_trained_head
+from scripts.build_nano.draft_head import ROUNDS, with_trained_head
 from scripts.build_nano.drawn_ahead import drawn_ahead
 from scripts.build_nano.evaluation import Evaluator
 from scripts.build_nano.export import bfloat16_rounded, export, require_same_but_for_the_head
@@ -101,7 +100,7 @@ def main() -> None:
     nano = Nano(config, graphdef, bfloat16_rounded(parameters))
     said = continuations(nano, corpus, SEED, HEAD_ROWS)
     note(tokens_said=int(said.tokens.size - said.begin.sum()))
-    trained = with_trained_head(nano, said, schedule=HEAD_SCHEDULE, seed=SEED, note=note)
+    trained = with_trained_head(nano, said, rounds=ROUNDS, seed=SEED, note=note)
     nano = dataclasses.replace(nano, parameters=bfloat16_rounded(trained))
     measured = evaluator(nano.parameters) | tokens_per_pass(nano, corpus, seed=SEED)
     destination = arguments.destination or work / "nano"
@@ -112,7 +111,7 @@ def main() -> None:
         destination,
         measured=measured,
         schedule=SCHEDULE,
-        head_schedule=HEAD_SCHEDULE,
+        head_rounds=ROUNDS,
         tokens_said=int(said.tokens.size - said.begin.sum()),
         countries=len(corpus.countries),
     )

@@ -10,8 +10,9 @@ Source: the idea of training a draft head on its own drafts is Li et al., "EAGLE
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import jax
@@ -32,7 +33,11 @@ from qwen35_jax.nn.text_model import TextModel
 from scripts.build_nano.continuations import LENGTH, Continuations
 from scripts.build_nano.training import Schedule, optimizer
 
-SCHEDULE = Schedule(steps=600, decay_steps=450, length=LENGTH, learning_rate=0.01, adam_learning_rate=0.002)
+FIRST_ROUND = Schedule(
+    steps=600, decay_steps=450, length=LENGTH, learning_rate=0.01, adam_learning_rate=0.002
+)
+ROUNDS = (FIRST_ROUND, dataclasses.replace(FIRST_ROUND, steps=400, decay_steps=360))
+"""One after the other: the rates rise again at the start of each."""
 DRAFT_WEIGHTS = (1.0, 0.8, 0.6, 0.5)
 """Of the loss of each draft: a later one counts only where those before it held."""
 
@@ -173,7 +178,7 @@ def with_trained_head(
     model: RunnableModel,
     rows: Continuations,
     *,
-    schedule: Schedule,
+    rounds: Sequence[Schedule],
     seed: int,
     note: Callable[..., None],
 ) -> Parameters:
@@ -182,22 +187,24 @@ def with_trained_head(
     Args:
         model: in float32, its head the one to start from.
         rows: what the model has said. Every epoch takes them in another order.
-        schedule: how long and how fast.
+        rounds: how long and how fast, one after the other.
         seed: of the orders.
         note: told of the progress.
     """
     main = {name: part for name, part in model.parameters.items() if name != "mtp"}
     head = jax.tree.map(jnp.array, model.parameters["mtp"])  # a copy, for steps donate it
-    optimizer_state = optimizer(schedule).init(head)
     rng = np.random.default_rng(seed)
     order = np.empty(0, np.int64)
-    for step in range(schedule.steps):
-        if len(order) < schedule.rows:
-            order = rng.permutation(len(rows.tokens))
-        here, order = order[: schedule.rows], order[schedule.rows :]
-        head, optimizer_state, measures = draft_step(
-            model.graphdef, schedule, head, optimizer_state, main, rows.tokens[here], rows.begin[here]
-        )
-        if step % 20 == 0:
-            note(head_step=step, **{name: float(value) for name, value in measures.items()})
+    for number, schedule in enumerate(rounds, start=1):
+        optimizer_state = optimizer(schedule).init(head)
+        for step in range(schedule.steps):
+            if len(order) < schedule.rows:
+                order = rng.permutation(len(rows.tokens))
+            here, order = order[: schedule.rows], order[schedule.rows :]
+            head, optimizer_state, measures = draft_step(
+                model.graphdef, schedule, head, optimizer_state, main, rows.tokens[here], rows.begin[here]
+            )
+            if step % 20 == 0:
+                measured = {name: float(value) for name, value in measures.items()}
+                note(head_round=number, head_step=step, **measured)
     return main | {"mtp": head}

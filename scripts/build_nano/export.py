@@ -6,7 +6,7 @@ import hashlib
 import json
 import pathlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ def export(
     destination: pathlib.Path,
     measured: Mapping[str, float],
     schedule: Schedule,
-    head_schedule: Schedule,
+    head_rounds: Sequence[Schedule],
     tokens_said: int,
     countries: int,
 ) -> None:
@@ -59,7 +59,7 @@ def export(
         destination: the folder, replaced if it is there.
         measured: what the evaluation found, for the model card.
         schedule: of the training, for the model card.
-        head_schedule: of the head's own training, for the model card.
+        head_rounds: of the head's own training, for the model card.
         tokens_said: how many tokens the head has learned from, for the model card.
         countries: how many were asked for, for the model card.
     """
@@ -80,8 +80,8 @@ def export(
             steps=schedule.steps,
             tokens_per_step=schedule.rows * schedule.length,
             mtp_weight=MTP_LOSS_WEIGHT,
-            head_steps=head_schedule.steps,
-            tokens_per_head_step=head_schedule.rows * head_schedule.length,
+            head_steps=sum(schedule.steps for schedule in head_rounds),
+            tokens_per_head_step=head_rounds[0].rows * head_rounds[0].length,
             tokens_said=round(tokens_said, -3),
             files="\n".join(f"| {path.name} | `{_sha256(path)}` |" for path in files),
             **measured,
