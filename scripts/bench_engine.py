@@ -43,7 +43,8 @@ NEW_TOKENS = 64
 LONG_PROMPT = 4000
 PIECE = 256
 SHARED_PROMPT, QUESTION = 1024, 32
-DRAFTS = (0, 1, 2, 4)
+DRAFTS = (0, 1, 2, 3, 4)
+LONG_ANSWER = 384
 
 
 def random_model(name: str, *, mtp: bool) -> Any:
@@ -172,7 +173,7 @@ def bench_speculation() -> Iterable[dict[str, Any]]:
         seconds: dict[int, list[float]] = {drafts: [] for drafts in DRAFTS}
         accepted: dict[int, list[float]] = {drafts: [] for drafts in DRAFTS}
         for _, prompt, drafts in itertools.product(range(5), prompts, DRAFTS):
-            of_a_pass, per_pass = decoding(model, prompt, drafts, head_input, 128)
+            of_a_pass, per_pass = decoding(model, prompt, drafts, head_input, LONG_ANSWER)
             seconds[drafts].append(of_a_pass / per_pass)
             accepted[drafts].append(per_pass)
         plain = statistics.median(seconds[0])

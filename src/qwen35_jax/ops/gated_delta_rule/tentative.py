@@ -51,7 +51,9 @@ def tentative_outputs(
         others = [overlap[:, :, i, j, None] * corrections[j] for j in range(i)]
         corrections.append(wanted[:, :, i] - sum(others, jnp.zeros_like(wanted[:, :, i])))
     corrected = jnp.stack(corrections, axis=2)
-    outputs = decay * read + product(faded * of_queries, corrected)
+    # A sum over a handful of tokens, in one piece with the rest: as a product it would be a call of its own.
+    written = jnp.sum((faded * of_queries)[..., None] * corrected[:, :, None], axis=3)
+    outputs = decay * read + written
     return jnp.swapaxes(outputs, 1, 2), jnp.swapaxes(corrected, 1, 2)
 
 
