@@ -44,15 +44,16 @@ class _Partial(NamedTuple):
 
 def attention(
     q: Float[Array, "batch time heads head_dim"],
-    k: Float[Array, "batch time kv_heads head_dim"],
-    v: Float[Array, "batch time kv_heads head_dim"],
+    k: Float[Array, "batch keys kv_heads head_dim"],
+    v: Float[Array, "batch keys kv_heads head_dim"],
     *,
-    segment_ids: Int[Array, "batch time"] | None = None,
+    segment_ids: Int[Array, "batch keys"] | None = None,
     past_k: Shaped[Array, "*layers rows capacity kv_heads head_dim"] | None = None,
     past_v: Shaped[Array, "*layers rows capacity kv_heads head_dim"] | None = None,
     past_lengths: Int[Array, "batch"] | None = None,
     layer: Int[Array, ""] | None = None,
     first_row: Int[Array, ""] | None = None,
+    first_query: Int[Array, ""] | None = None,
 ) -> Float[Array, "batch time heads head_dim"]:
     """softmax(q k^T / sqrt(head_dim)) v, causal within each document.
 
@@ -78,6 +79,8 @@ def attention(
         layer: given, past_k and past_v have a leading axis of layers, of which this one is read. In a scan over
             layers, taking the layer out of the stack before the call would copy all its capacity.
         first_row: given, past_k and past_v hold more rows than the call, whose own begin at this one.
+        first_query: given, the queries are those of a part of the sequence that begins at this token, and keys, values
+            and segment_ids are those of the whole. Otherwise there are as many of one as of the other.
 
     Returns:
         Outputs in the dtype of `q`. Products accumulate in float32 (float64), where the softmax runs; its
@@ -89,7 +92,7 @@ def attention(
     Source: Vaswani et al., "Attention Is All You Need" (2017), section 3.2; merging of partial softmaxes:
     Milakov & Gimelshein, "Online normalizer calculation for softmax" (2018).
     """
-    _check(q, k, v, segment_ids, past_k, past_v, past_lengths, layer, first_row)
+    _check(q, k, v, segment_ids, past_k, past_v, past_lengths, layer, first_row, first_query)
     batch, time, heads, head_dim = q.shape
     kv_heads = k.shape[2]
     grouped = q.reshape(batch, time, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4)
@@ -98,10 +101,11 @@ def attention(
         real = is_real(segment_ids)
         index = jnp.where(real, segment_index(segment_ids), -1)
         # A weight of 0 does not silence a NaN, so what padding holds is removed, not only masked.
-        grouped = jnp.where(real[:, None, None, :, None], grouped, 0)
+        asking = real if first_query is None else lax.dynamic_slice_in_dim(real, first_query, time, 1)
+        grouped = jnp.where(asking[:, None, None, :, None], grouped, 0)
         k, v = (jnp.where(real[:, :, None, None], x, 0) for x in (k, v))
 
-    softmax = _over_new_tokens(grouped, k.astype(q.dtype), v.astype(q.dtype), index)
+    softmax = _over_new_tokens(grouped, k.astype(q.dtype), v.astype(q.dtype), index, first_query)
     if past_k is not None and past_v is not None and past_lengths is not None:
         sees_past = jnp.ones((batch, time), bool) if index is None else index == 0
         if layer is None:
@@ -116,9 +120,10 @@ def attention(
 
 def _over_new_tokens(
     q: Float[Array, "b g r t d"],
-    k: Float[Array, "b t g d"],
-    v: Float[Array, "b t g d"],
-    index: Int[Array, "b t"] | None,
+    k: Float[Array, "b s g d"],
+    v: Float[Array, "b s g d"],
+    index: Int[Array, "b s"] | None,
+    first_query: Int[Array, ""] | None,
 ) -> _Partial:
     time = q.shape[3]
     block = min(time, QUERY_BLOCK)
@@ -132,6 +137,8 @@ def _over_new_tokens(
     @jax.checkpoint
     def attend_block(first_row, q, k, v, index):
         keys = k.shape[1]
+        if first_query is not None:
+            first_row = first_row + first_query
         mask = (first_row + jnp.arange(block)[:, None] >= jnp.arange(keys))[None]
         if index is not None:
             row_index = lax.dynamic_slice_in_dim(index, first_row, block, 1)[:, :, None]
@@ -143,7 +150,8 @@ def _over_new_tokens(
     for first in range(0, blocks, per_group):
         last = min(first + per_group, blocks)
         queries = q[:, :, :, first * block : last * block]
-        keys, values = k[:, : last * block], v[:, : last * block]
+        seen = last * block if first_query is None else k.shape[1]
+        keys, values = k[:, :seen], v[:, :seen]
         if last - first == 1:
             parts.append(attend_block(first * block, queries, keys, values, index))
             continue
@@ -260,9 +268,12 @@ def _check(
     past_lengths: Int[Array, "..."] | None,
     layer: Int[Array, ""] | None,
     first_row: Int[Array, ""] | None,
+    first_query: Int[Array, ""] | None,
 ) -> None:
     batch, time, heads, head_dim = q.shape
     kv_heads = k.shape[2]
+    if first_query is not None:
+        time = k.shape[1]
     if heads % kv_heads:
         raise ValueError(f"q: {heads} heads, expected a multiple of the {kv_heads} heads of k")
     expected = {

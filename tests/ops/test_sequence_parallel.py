@@ -1,0 +1,119 @@
+"""A sequence cut over four devices gives what one device gives, values and gradients, wherever documents begin."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+PROGRAM = textwrap.dedent(
+    """
+    import json
+    from functools import partial
+    import jax, jax.numpy as jnp, numpy as np
+    from jax.sharding import AxisType, PartitionSpec as P
+    from qwen35_jax.ops.attention import attention
+    from qwen35_jax.ops.causal_conv import causal_conv
+    from qwen35_jax.ops.gated_delta_rule import gated_delta_rule
+    from qwen35_jax.ops import sequence_parallel as sp
+
+    jax.config.update("jax_enable_x64", True)
+    mesh = jax.make_mesh((4,), ("sequence",), axis_types=(AxisType.Auto,))
+    # Parts of 6: documents that cross one and several cuts, begin with a part, end with it, lie within it; padding in
+    # front, between, behind, and as a whole part; a part that holds fewer tokens than the convolution reaches back.
+    SEGMENTS = np.array([
+        [1] * 24,
+        [1] * 6 + [2] * 6 + [3] * 6 + [2] * 6,
+        [1] * 2 + [2] * 14 + [3] * 1 + [4] * 7,
+        [0] * 7 + [1] * 3 + [0] * 9 + [2] * 2 + [3] * 3,
+        [1] * 5 + [0] * 6 + [2] * 8 + [0] * 5,
+        [1] * 11 + [2] * 13,
+        [1] * 5 + [2] * 12 + [0] * 6 + [3] * 1,
+        [0] * 24,
+    ])
+    rng = np.random.default_rng(0)
+    B, T, HK, HV, DK, DV = len(SEGMENTS), 24, 2, 4, 5, 3
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape))
+
+    q, k = (x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (normal(B, T, HK, DK), normal(B, T, HK, DK)))
+    v, log_decay, beta = normal(B, T, HV, DV), -jnp.exp(normal(B, T, HV) - 3), jax.nn.sigmoid(normal(B, T, HV))
+    x, taps = normal(B, T, 3, 2), normal(4, 3, 2)
+    aq, ak, av = normal(B, T, 6, 4), normal(B, T, 2, 4), normal(B, T, 2, 4)
+    ids = jnp.asarray(SEGMENTS, jnp.int32)
+
+    def cut(function, *whole):
+        # The last argument is the documents; arrays without time come first and are whole on every device.
+        def of_part(*arguments):
+            ids = arguments[-1]
+            return function(*arguments, sp.parts_of(ids, "sequence"), "sequence")
+        def run(*arguments):
+            specs = tuple(P() if n in whole else P(None, "sequence") for n in range(len(arguments)))
+            return jax.shard_map(of_part, mesh=mesh, in_specs=specs, out_specs=P(None, "sequence"))(*arguments)
+        return run
+
+    CASES = {
+        "convolution": (
+            lambda x, taps, ids: causal_conv(x, taps, segment_ids=ids)[0],
+            cut(sp.causal_conv_of_part, 1), (x, taps), ids,
+        ),
+        "delta rule": (
+            lambda *a: gated_delta_rule(*a[:-1], segment_ids=a[-1])[0],
+            cut(sp.gated_delta_rule_of_part), (q, k, v, log_decay, beta), ids,
+        ),
+        "attention": (
+            lambda q, k, v, ids: attention(q, k, v, segment_ids=ids),
+            cut(lambda q, k, v, ids, parts, axis: sp.attention_of_part(q, k, v, ids, axis)), (aq, ak, av), ids,
+        ),
+    }
+
+    def both(function, arguments, ids):
+        def loss(*arguments):
+            out = function(*arguments, ids)
+            return jnp.sum(out * jnp.sin(jnp.arange(out.size)).reshape(out.shape)), out
+        (_, out), gradients = jax.jit(
+            jax.value_and_grad(loss, tuple(range(len(arguments))), has_aux=True)
+        )(*arguments)
+        return out, *gradients
+
+    found = {}
+    for name, (one, several, arguments, ids) in CASES.items():
+        expected, ours = both(one, arguments, ids), both(several, arguments, ids)
+        found[name] = [
+            [float(np.abs(a - b).max() / np.abs(b).max()) for a, b in zip(ours, expected)],
+            [float(np.abs(np.asarray(a) - np.asarray(b)).reshape(B, -1).max(1)[r])
+             for a, b in zip(ours[:1], expected[:1]) for r in range(B)],
+        ]
+    print(json.dumps(found))
+    """
+)
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[list[float]]]:
+    environment = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "JAX_PLATFORMS": "cpu",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    }
+    finished = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=Path(__file__).parents[2],
+    )
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    return json.loads(finished.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", ["convolution", "delta rule", "attention"])
+def test_parts_on_four_devices_equal_the_whole_on_one(found, name):
+    errors, by_row = found[name]
+    assert max(errors) <= 1e-12, by_row
