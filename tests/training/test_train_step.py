@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from qwen35_jax.model import abstract_model
 from qwen35_jax.sharding import parameter_axes
 from qwen35_jax.training.objective import Batch, Objective, batch_loss, totals_of
 from qwen35_jax.training.optimizers import OptimizerSettings, make_optimizer
-from qwen35_jax.training.train_step import init_train_state, train_step
+from qwen35_jax.training.train_step import TrainState, init_train_state, train_step
 from tests.small_text_model import FULL, LINEAR, draw, small_config, tree_difference
 
 OBJECTIVE = Objective(mtp_weight=0.3, z_loss=1e-3)
@@ -57,6 +58,11 @@ def stepped(batch: Batch, optimizer: optax.GradientTransformation):
     return train_step(graphdef, optimizer, OBJECTIVE, state, batch)
 
 
+def values(state: TrainState):
+    """What a state holds, on the host: a step takes the arrays."""
+    return jax.tree.map(np.array, state._replace(key=jax.random.key_data(state.key)))
+
+
 def test_b82_loss_gradients_and_update_are_the_same_however_a_step_is_split(x64):
     # A plain step shows the gradients; AdamW would divide rounding errors by themselves where one is 0.
     optimizer = optax.sgd(0.1)
@@ -65,7 +71,7 @@ def test_b82_loss_gradients_and_update_are_the_same_however_a_step_is_split(x64)
     assert int(whole.step) == 1
     for micro_batches in (2, 3, 6):
         parts, told_in_parts = stepped(split(rows(), micro_batches), optimizer)
-        assert tree_difference(parts, whole) <= 1e-12
+        assert tree_difference(parts._replace(key=None), whole._replace(key=None)) <= 1e-12
         assert tree_difference(told_in_parts._replace(finite=0), told._replace(finite=0)) <= 1e-12
 
 
@@ -115,13 +121,54 @@ def test_a_gradient_that_is_not_finite_is_told_by_its_parameter_and_moves_nothin
     graphdef, _, optimizer = small_model()
     broken = parameters()
     broken["mtp"]["fc_weight"] = broken["mtp"]["fc_weight"].at[2, 1, 3].set(jnp.nan)
-    before = jax.tree.map(np.array, init_train_state(broken, optimizer))
+    before = values(init_train_state(broken, optimizer))
     state, told = train_step(
         graphdef, optimizer, OBJECTIVE, init_train_state(broken, optimizer), split(rows(), 2)
     )
     assert not bool(told.finite.all())
     assert not np.isfinite(float(told.measures.loss))
-    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.array, state), before)
+    jax.tree.map(np.testing.assert_array_equal, values(state), before)
+
+
+def scaled_final_norm(trained, frozen, key):
+    """The model's parameters, with a random factor on what is trained: its final norm."""
+    factor = 1.0 if key is None else jax.random.uniform(key, minval=0.5)
+    return frozen | {"final_norm": {"weight": factor * trained["weight"]}}
+
+
+@pytest.mark.usefixtures("x64", "compiled_quickly")
+def test_what_is_frozen_stays_and_what_is_random_follows_from_the_step_and_the_micro_batch():
+    graphdef, _, _ = small_model()
+    optimizer = optax.sgd(0.1)
+    frozen = parameters()
+    trained = frozen.pop("final_norm")
+    start = init_train_state(jax.tree.map(np.asarray, trained), optimizer, seed=7)
+    batch = split(jax.tree.map(lambda rows: jnp.concatenate([rows[:2], rows[:2]]), rows()), 2)
+    key = jax.random.fold_in(jax.random.key(7), 3)
+
+    def loss(weight):
+        shares = [
+            batch_loss(
+                scaled_final_norm({"weight": weight}, frozen, jax.random.fold_in(key, index)),
+                graphdef,
+                jax.tree.map(lambda array, index=index: array[index], batch),
+                totals_of(batch),
+                OBJECTIVE,
+            )[0]
+            for index in range(2)
+        ]
+        return shares[0] + shares[1], shares[0] - shares[1]
+
+    (_, difference), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(trained["weight"])
+    assert abs(float(difference)) > 1e-3  # the same rows twice: only what is drawn differs
+    state = start._replace(step=jnp.int32(3))
+    before = jax.tree.map(np.array, frozen)
+    state, _ = train_step(
+        graphdef, optimizer, OBJECTIVE, state, batch, frozen, parameters_of=scaled_final_norm
+    )
+    np.testing.assert_allclose(state.parameters["weight"], trained["weight"] - 0.1 * gradient, rtol=1e-10)
+    jax.tree.map(np.testing.assert_array_equal, frozen, before)
+    assert state.key == jax.random.key(7)
 
 
 def test_a_bfloat16_model_trains_float32_parameters(x64):

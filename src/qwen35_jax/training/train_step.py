@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from qwen35_jax.model import Parameters
 from qwen35_jax.nn.parameter import compute_dtype_for_state
@@ -17,7 +18,6 @@ from qwen35_jax.training.objective import (
     Batch,
     Measures,
     Objective,
-    Totals,
     batch_loss,
     totals_of,
 )
@@ -28,13 +28,38 @@ class TrainState(NamedTuple):
 
     Attributes:
         step: optimizer steps done.
-        parameters: in the dtype in which they are updated, float32 as a rule, whatever the model computes in.
+        parameters: that are trained, in the dtype in which they are updated, float32 as a rule, whatever the model
+            computes in.
         optimizer: state of the optimizer.
+        key: of everything random in a step. It stays the same: a step folds its own number into it, so a run that is
+            resumed draws what an undisturbed one does.
     """
 
     step: Int[Array, ""]
     parameters: Parameters
     optimizer: optax.OptState
+    key: Key[Array, ""]
+
+
+class ParametersOf(Protocol):
+    """How a model's parameters are made of those that are trained and those that are not.
+
+    It is static under `jax.jit`: hashable, and equal to another that makes the same.
+    """
+
+    def __call__(
+        self, trained: Parameters, frozen: Parameters | None, key: Key[Array, ""] | None
+    ) -> Parameters:
+        """The parameters of one micro-batch, differentiable in `trained`; without a key, nothing in them is random."""
+        ...
+
+
+def all_trained(trained: Parameters, frozen: Parameters | None, key: Key[Array, ""] | None) -> Parameters:
+    """Full fine-tuning: the model's parameters are those that are trained."""
+    return trained
+
+
+_Loss = Callable[[Parameters, Batch, Int[Array, ""]], tuple[Float[Array, ""], Measures]]
 
 
 class StepReport(NamedTuple):
@@ -44,8 +69,8 @@ class StepReport(NamedTuple):
         measures: of its batch, before the update.
         targets: weights of the tokens that were to be predicted, all together.
         gradient_norm: of all gradients together, before clipping.
-        finite: for each parameter, in the order of `jax.tree.leaves`, whether its gradient held neither NaN nor
-            infinity. Where one did, the step has changed nothing.
+        finite: for each parameter that is trained, in the order of `jax.tree.leaves`, whether its gradient held neither
+            NaN nor infinity. Where one did, the step has changed nothing.
     """
 
     measures: Measures
@@ -54,20 +79,27 @@ class StepReport(NamedTuple):
     finite: Bool[Array, "parameters"]
 
 
-def init_train_state(parameters: Parameters, optimizer: optax.GradientTransformation) -> TrainState:
+def init_train_state(
+    parameters: Parameters, optimizer: optax.GradientTransformation, *, seed: int = 0
+) -> TrainState:
     """The state before the first step. What the optimizer keeps of a parameter lies on the devices where that does."""
-    return TrainState(jnp.int32(0), parameters, jax.jit(optimizer.init)(parameters))
+    return TrainState(jnp.int32(0), parameters, jax.jit(optimizer.init)(parameters), jax.random.key(seed))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnames="state")
+@functools.partial(
+    jax.jit, static_argnums=(0, 1, 2), static_argnames="parameters_of", donate_argnames="state"
+)
 def train_step(
     graphdef: nnx.GraphDef,
     optimizer: optax.GradientTransformation,
     objective: Objective,
     state: TrainState,
     batch: Batch,
+    frozen: Parameters | None = None,
+    *,
+    parameters_of: ParametersOf = all_trained,
 ) -> tuple[TrainState, StepReport]:
-    """Moves the parameters by one step.
+    """Moves the parameters that are trained by one step.
 
     Args:
         graphdef: of the model, whose dtype is that of the computation.
@@ -75,38 +107,51 @@ def train_step(
         objective: what is minimized.
         state: is donated: use the returned one.
         batch: [micro_batches batch time]. Gradients are summed over the micro-batches, one at a time in memory, and
-            divided by the targets of all of them: how a step is split into micro-batches changes nothing.
+            divided by the targets of all of them: how a step is split into micro-batches changes nothing, but what
+            is random in it.
+        frozen: parameters that no step moves. They are neither copied nor cast to another dtype.
+        parameters_of: makes the model's parameters of both; by default all are trained.
 
     Returns:
         The state after the step, and what is told of it. A step with a gradient that is not finite moves nothing: it
         returns the state that came in.
     """
     totals = totals_of(batch)
-    gradients, measures = _gradients(state.parameters, graphdef, batch, totals, objective)
+    key = jax.random.fold_in(state.key, state.step)
+
+    def loss(
+        trained: Parameters, micro_batch: Batch, index: Int[Array, ""]
+    ) -> tuple[Float[Array, ""], Measures]:
+        parameters = parameters_of(trained, frozen, jax.random.fold_in(key, index))
+        return batch_loss(parameters, graphdef, micro_batch, totals, objective)
+
+    gradients, measures = _gradients(loss, state.parameters, batch)
     finite = jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients)])
     updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.parameters)
     parameters: Any = optax.apply_updates(state.parameters, updates)
-    moved = TrainState(state.step + 1, parameters, optimizer_state)
+    moved = TrainState(state.step + 1, parameters, optimizer_state, state.key)
     report = StepReport(measures, totals.next_token, _norm(gradients), finite)
     return jax.tree.map(functools.partial(jnp.where, finite.all()), moved, state), report
 
 
-def _gradients(
-    parameters: Parameters, graphdef: nnx.GraphDef, batch: Batch, totals: Totals, objective: Objective
-) -> tuple[Parameters, Measures]:
+def _gradients(loss: _Loss, trained: Parameters, batch: Batch) -> tuple[Parameters, Measures]:
     """Gradients and measures of the whole step. Sums over micro-batches are in float32 at least."""
 
-    def share(micro_batch: Batch) -> tuple[Parameters, Measures]:
-        return jax.grad(batch_loss, has_aux=True)(parameters, graphdef, micro_batch, totals, objective)
+    def share(micro_batch: Batch, index: Int[Array, ""]) -> tuple[Parameters, Measures]:
+        return jax.grad(loss, has_aux=True)(trained, micro_batch, index)
 
-    one = jax.tree.map(lambda array: array[0], batch)
-    if batch.tokens.shape[0] == 1:  # nothing is held beside the gradients
-        return share(one)
+    count = batch.tokens.shape[0]
+    first = jax.tree.map(lambda array: array[0], batch), jnp.int32(0)
+    if count == 1:  # nothing is held beside the gradients
+        return share(*first)
     nothing = jax.tree.map(
-        lambda shape: jnp.zeros(shape.shape, compute_dtype_for_state(shape.dtype)), jax.eval_shape(share, one)
+        lambda shape: jnp.zeros(shape.shape, compute_dtype_for_state(shape.dtype)),
+        jax.eval_shape(share, *first),
     )
     sums, _ = jax.lax.scan(
-        lambda sums, micro_batch: (jax.tree.map(jnp.add, sums, share(micro_batch)), None), nothing, batch
+        lambda sums, scanned: (jax.tree.map(jnp.add, sums, share(*scanned)), None),
+        nothing,
+        (batch, jnp.arange(count)),
     )
     return sums
 
