@@ -15,12 +15,13 @@ from jaxtyping import Array, Shaped
 
 from qwen35_jax.errors import ConfigError
 
-MESH_AXES = ("data", "fsdp", "tensor")
+MESH_AXES = ("data", "fsdp", "sequence", "tensor")
 
 # Heads are the unit of tensor parallelism: each device holds whole heads of every part (q, k, v, z, gate), its part
 # of the convolution and of the memory, and one sum over `tensor` follows out_proj, o_proj and down. The residual
 # width of the weights is cut over `fsdp` and gathered for use, and so rows are cut over it as well: devices that hold
-# different parts of a weight work on different rows. Norms and per-head gates follow the axis that they scale.
+# different parts of a weight work on different rows. Norms and per-head gates follow the axis that they scale. Long
+# sequences are cut over `sequence`, see `qwen35_jax.ops.sequence_parallel`.
 RULES: Mapping[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp"),
     "vocab": ("tensor",),
@@ -39,7 +40,7 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "capacity": (),
     "mtp_embed": (),
     "mtp_part": (),
-    "time": (),
+    "time": ("sequence",),
     "residual": (),
 }
 
@@ -88,6 +89,13 @@ def fitting_partition(
         return () if size % shards(mesh, name) else mesh_axes(mesh, name)
 
     return _spec(map(one, names, shape))
+
+
+def time_axis() -> str | None:
+    """Inside a program that runs under `jax.set_mesh`: the mesh axis over which sequences are cut, if they are."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = () if mesh.empty else mesh_axes(mesh, "time")
+    return axes[0] if axes else None
 
 
 def constrained(x: Shaped[Array, "..."], *names: str) -> Shaped[Array, "..."]:

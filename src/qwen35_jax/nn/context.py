@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 import jax
-from jaxtyping import Array, Float, Int
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Shaped
 
 
 @jax.tree_util.register_dataclass
@@ -33,3 +34,7 @@ class TokenContext:
     first_row: Int[Array, ""] | None = None
     repeat: Int[Array, ""] | None = None
     tentative: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    def documents(self, like: Shaped[Array, "batch time ..."]) -> Int[Array, "batch time"]:
+        """The segment ids, also where there is one document and no padding: as many as there are tokens in an array."""
+        return jnp.ones(like.shape[:2], jnp.int32) if self.segment_ids is None else self.segment_ids

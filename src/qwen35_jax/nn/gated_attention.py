@@ -10,12 +10,14 @@ from jaxtyping import Array, Float
 
 from qwen35_jax.cache import AttentionCache
 from qwen35_jax.config import TextConfig
+from qwen35_jax.logical_axes import time_axis
 from qwen35_jax.nn.context import TokenContext
 from qwen35_jax.nn.parameter import Keys, normal, parameter, zeros
 from qwen35_jax.nn.projection import merge_heads, project
 from qwen35_jax.ops.attention import attention
 from qwen35_jax.ops.norms import rms_norm
 from qwen35_jax.ops.rope import apply_rotary
+from qwen35_jax.ops.sequence_parallel import attention_of_part, over_parts
 
 Heads = Float[Array, "batch time heads head_dim"]
 KeyValueHeads = Float[Array, "batch time kv_heads head_dim"]
@@ -115,6 +117,8 @@ class GatedAttention(nnx.Module):
         cache: AttentionCache | None,
     ) -> Heads:
         """Causal softmax attention over the cached tokens and these."""
+        if cache is None and (axis := time_axis()):
+            return over_parts(attention_of_part, axis, q, k, v, context.documents(q))
         return attention(
             q,
             k,

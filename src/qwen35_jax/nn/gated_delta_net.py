@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from qwen35_jax.cache import DeltaNetCache, DeltaNetInputs
 from qwen35_jax.config import TextConfig
+from qwen35_jax.logical_axes import time_axis
 from qwen35_jax.nn.context import TokenContext
 from qwen35_jax.nn.parameter import Keys, compute_dtype_for_state, normal, ones, parameter
 from qwen35_jax.nn.projection import merge_heads, project
@@ -24,6 +25,7 @@ from qwen35_jax.ops.gated_delta_rule import gated_delta_rule
 from qwen35_jax.ops.gated_delta_rule.tentative import tentative_outputs
 from qwen35_jax.ops.norms import gated_rms_norm, l2_normalize
 from qwen35_jax.ops.segments import is_real
+from qwen35_jax.ops.sequence_parallel import causal_conv_of_part, gated_delta_rule_of_part, over_parts
 
 KeyHeads = Float[Array, "batch time key_heads key_dim"]
 ValueHeads = Float[Array, "batch time value_heads value_dim"]
@@ -81,7 +83,7 @@ class GatedDeltaNet(nnx.Module):
         x: Float[Array, "batch time embed"],
         context: TokenContext,
         cache: DeltaNetCache | None,
-    ) -> tuple[Float[Array, "batch time embed"], DeltaNetCache | DeltaNetInputs]:
+    ) -> tuple[Float[Array, "batch time embed"], DeltaNetCache | DeltaNetInputs | None]:
         """Mixes over time.
 
         Args:
@@ -91,11 +93,15 @@ class GatedDeltaNet(nnx.Module):
 
         Returns:
             The layer's contribution to the residual, and the cache after the last real token of each row (for
-            tentative tokens, what each of them would do to it).
+            tentative tokens, what each of them would do to it; None where the sequence is cut over devices and none
+            of them has it).
         """
         windows = None if cache is None else (cache.window_q, cache.window_k, cache.window_v)
         state = None if cache is None else cache.state
         q, k, v, z, b, a = self.in_proj(x)
+        if cache is None and (axis := time_axis()):
+            o = self.over_parts(q, k, v, b, a, context.documents(x), axis)
+            return self.out_proj(self.norm(o, z)), None
         conv_inputs = q, k, v
         # There is no padding among tentative tokens but in rows that are nothing else, whose outputs nobody reads.
         q, k, v, windows = self.conv(q, k, v, windows, None if context.tentative else context.segment_ids)
@@ -174,6 +180,27 @@ class GatedDeltaNet(nnx.Module):
         log_decay, beta = jnp.where(real, log_decay, 0), jnp.where(real, beta, 0)
         o, corrections = tentative_outputs(q, k, values, log_decay, beta, state)
         return o.astype(v.dtype), (k, corrections, log_decay)
+
+    def over_parts(
+        self,
+        q: KeyHeads,
+        k: KeyHeads,
+        v: ValueHeads,
+        b: PerHead,
+        a: PerHead,
+        segment_ids: Int[Array, "batch time"],
+        axis: str,
+    ) -> ValueHeads:
+        """`conv` and `core` over a sequence that is cut over a mesh axis, from an empty memory."""
+        with jax.named_scope("gdn.conv"):
+            q, k, v = (
+                jax.nn.silu(over_parts(causal_conv_of_part, axis, x, segment_ids, same=(taps[...],)))
+                for x, taps in ((q, self.conv_q), (k, self.conv_k), (v, self.conv_v))
+            )
+        with jax.named_scope("gdn.core"):
+            q, k = l2_normalize(q) * q.shape[-1] ** -0.5, l2_normalize(k)
+            o = over_parts(gated_delta_rule_of_part, axis, q, k, v, *self.gates(b, a), segment_ids)
+            return o.astype(v.dtype)
 
     def gates(self, b: PerHead, a: PerHead) -> tuple[PerHead, PerHead]:
         """Log decay and write strength of each token, in float32 (float64 in a float64 model)."""

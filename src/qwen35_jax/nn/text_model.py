@@ -164,10 +164,12 @@ class TextModel(nnx.Module):
         ids = jnp.ones(tokens.shape, jnp.int32) if segment_ids is None else segment_ids
         if positions is None:
             positions = segment_positions(ids, None)
-        pair_ids = jnp.where(ids[:, 1:] == ids[:, :-1], ids[:, 1:], 0)
-        context = self.context(tokens[:, 1:], positions[..., 1:], pair_ids, None)
-        drafted, _ = self.mtp(hidden[:, :-1], self.embed(tokens[:, 1:]), context, None)
-        return drafted
+        # Nothing follows the last token: it counts as padding, so that the length stays one that devices divide.
+        tokens, following, positions = (jnp.roll(x, -1, axis=-1) for x in (tokens, ids, positions))
+        pair_ids = jnp.where(following == ids, ids, 0).at[:, -1].set(0)
+        context = self.context(tokens, positions, pair_ids, None)
+        drafted, _ = self.mtp(hidden, self.embed(_without_padding(tokens, pair_ids)), context, None)
+        return drafted[:, :-1]
 
     def draft(
         self, hidden: Hidden, tokens: Tokens, cache: Cache, segment_ids: Tokens

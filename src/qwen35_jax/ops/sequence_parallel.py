@@ -1,7 +1,8 @@
 """Layers that remember, over a sequence that is cut across devices: what passes from one part to the next.
 
-Every function here runs inside `jax.shard_map` over the mesh axis of the parts, each device with its own. A part is
-first computed as if nothing stood before it; what did is small, and is added afterwards:
+The functions ending in `of_part` run inside `jax.shard_map` over the mesh axis of the parts, each device with
+its own; `over_parts` makes one of them run on whole arrays, within a program under `jax.set_mesh`. A part is first
+computed as if nothing stood before it; what did is small, and is added afterwards:
 
 - the convolution needs its last few inputs;
 - the gated delta rule needs the state, and a part is an affine map of it (S -> A S + B). The maps of all parts are
@@ -15,13 +16,16 @@ Source: the composition of affine maps is that of `gated_delta_rule.associative`
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import einops
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from qwen35_jax.errors import ConfigError
 from qwen35_jax.ops.attention import attention
 from qwen35_jax.ops.causal_conv import causal_conv
 from qwen35_jax.ops.gated_delta_rule import gated_delta_rule
@@ -73,10 +77,10 @@ def causal_conv_of_part(
     x: Float[Array, "batch time *channels"],
     weight: Float[Array, "kernel *channels"],
     segment_ids: Int[Array, "batch time"],
-    parts: Parts,
     axis: str,
 ) -> Float[Array, "batch time *channels"]:
     """`causal_conv` of this device's part of a sequence. Arguments as there, and those of `parts_of`."""
+    parts = parts_of(segment_ids, axis)
     reach = weight.shape[0] - 1
     _, own = causal_conv(x, weight, segment_ids=segment_ids)
     known = jnp.minimum(is_real(segment_ids).sum(axis=1), reach)
@@ -104,7 +108,6 @@ def gated_delta_rule_of_part(
     log_decay: Float[Array, "batch time value_heads"],
     beta: Float[Array, "batch time value_heads"],
     segment_ids: Int[Array, "batch time"],
-    parts: Parts,
     axis: str,
 ) -> Float[Array, "batch time value_heads value_dim"]:
     """`gated_delta_rule` of this device's part of a sequence, from an empty state before the first part.
@@ -113,6 +116,7 @@ def gated_delta_rule_of_part(
     begins as the identity hold the transition, and what they read is what a state from before would add. So the rule
     runs once, with key_dim more value channels. Other arguments are those of `parts_of`.
     """
+    parts = parts_of(segment_ids, axis)
     batch, _, value_heads, value_dim = v.shape
     key_dim = q.shape[-1]
     dtype = jnp.promote_types(v.dtype, jnp.float32)
@@ -159,6 +163,36 @@ def attention_of_part(
 
     start = jax.lax.axis_index(axis) * q.shape[1]
     return attention(q, whole(k), whole(v), segment_ids=whole(segment_ids), first_query=start)
+
+
+def over_parts(
+    of_part: Callable[..., Array], axis: str, *arguments: Array, same: tuple[Array, ...] = ()
+) -> Array:
+    """Runs a function of this file over all parts.
+
+    Args:
+        of_part: takes the arguments, and the axis.
+        axis: of the mesh, over which time is cut. Other axes are left to the compiler.
+        arguments: arrays [batch time ...], the documents last.
+        same: arguments without time, which follow the first one.
+
+    Raises:
+        ConfigError: the time does not divide over the devices.
+    """
+    first, *others = arguments
+    devices = jax.sharding.get_abstract_mesh().shape[axis]
+    if first.shape[1] % devices:
+        raise ConfigError(
+            f"mesh: {first.shape[1]} tokens of time do not divide over {devices} devices of mesh axis '{axis}'; "
+            f"choose a length that is a multiple of {devices}"
+        )
+    cut, whole = PartitionSpec(None, axis), PartitionSpec()
+    return jax.shard_map(
+        lambda *arguments: of_part(*arguments, axis),
+        in_specs=(cut, *(whole for _ in same), *(cut for _ in others)),
+        out_specs=cut,
+        axis_names={axis},
+    )(first, *same, *others)
 
 
 def _behind(row: Array, count: int) -> tuple[tuple[int, int], ...]:
