@@ -11,6 +11,7 @@ import re
 import select
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +56,24 @@ def test_turns_follow_each_other_and_are_saved(talk, tmp_path: Path) -> None:
         {"role": "assistant", "content": LIMA},
     ]
     assert list(tmp_path.iterdir()) == [saved]
+
+
+def test_saving_keeps_what_a_name_stands_for_and_a_bad_name_ends_nothing(talk, tmp_path: Path) -> None:
+    old, link, pipe, new = (tmp_path / name for name in ("old", "link", "pipe", "new"))
+    old.write_text("old")
+    old.chmod(0o640)
+    link.symlink_to("old")
+    os.mkfifo(pipe)
+    umask = os.umask(0o027)
+    try:
+        _, err = talk("/save a\0b", f"/save {link}", f"/save {pipe}", f"/save {new}")
+    finally:
+        os.umask(umask)
+    assert "is no name of a file" in err
+    assert f"{pipe} was not written: it is there already, and no regular file" in err
+    assert link.is_symlink() and json.loads(old.read_text()) == []
+    assert stat.S_IMODE(old.stat().st_mode) == stat.S_IMODE(new.stat().st_mode) == 0o640
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
 
 
 def test_commands_say_what_they_did_and_the_chat_goes_on(talk, tmp_path: Path) -> None:
@@ -104,7 +123,7 @@ def test_thoughts_stand_between_tags_where_nothing_can_be_dimmed(talk) -> None:
 
 
 def test_options_reach_the_engine(talk, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(engine: Engine, request: Request) -> None:
+    def interrupted(engine: Engine, request: Request, **options: Any) -> None:
         asked.append((engine.memory, engine._runner._slots.memory.draft, request.settings))
         raise KeyboardInterrupt
 

@@ -25,3 +25,8 @@ def test_what_came_from_the_prefix_cache_is_told_apart() -> None:
     timing = dataclasses.replace(TIMING, prefill_tokens=26)
     line = speed_line(GenerationResult((remembering,), timing))
     assert line.startswith("prefill: 26 tokens after 64 from the prefix cache, 52.0 tokens/s; ")
+
+
+def test_nothing_is_told_of_drafts_where_a_pass_gives_one_token() -> None:
+    plain = dataclasses.replace(ANSWER, passes=6)
+    assert "a pass" not in speed_line(GenerationResult((plain,), TIMING))

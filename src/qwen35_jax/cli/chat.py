@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import errno
 import json
 import os
 import signal
+import stat
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -28,6 +31,7 @@ from qwen35_jax.errors import PromptError
 if TYPE_CHECKING:
     from qwen35_jax.inference.chat.answer_parser import AnswerEvent
     from qwen35_jax.inference.chat.conversation import Conversation
+    from qwen35_jax.inference.engine import Engine
 
 HELP = (
     "Talk to a model. Answers go to standard output as they come, thoughts dimmed on a terminal and between "
@@ -35,6 +39,8 @@ HELP = (
     "ends; /help tells the commands. Standard input may be a file or a pipe, one line a turn."
 )
 PROMPT = "> "
+COMPILING_IS_TOLD_AFTER = 1.0
+"""Seconds of waiting."""
 _CONTROLS = [code for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"]
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
@@ -103,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
             system=args.system,
         )
         output = sys.stderr if args.json else sys.stdout
-        _Dialogue(conversation, verbose=args.verbose, output=output).run(args.model)
+        _Dialogue(conversation, engine, verbose=args.verbose, output=output).run(args.model)
     if args.json:
         print(json.dumps({"messages": conversation.all_messages}, ensure_ascii=False))
     return 0
@@ -112,8 +118,9 @@ def run(args: argparse.Namespace) -> int:
 class _Dialogue:
     """Reads lines, and does what they say or has them answered, until the input ends."""
 
-    def __init__(self, conversation: Conversation, *, verbose: bool, output: TextIO):
+    def __init__(self, conversation: Conversation, engine: Engine, *, verbose: bool, output: TextIO):
         self._conversation = conversation
+        self._engine = engine
         self._verbose = verbose
         self._output = output
         self._going_on = True
@@ -157,7 +164,7 @@ class _Dialogue:
 
         printer = _AnswerPrinter(self._output)
         try:
-            with _interrupted_by(self._conversation.stop):
+            with _interrupted_by(self._conversation.stop), self._told_of_compiling():
                 turn = self._conversation.ask(text, printer)
         except ContextFullError as error:
             raise PromptError(f"{error} (/reset starts anew)") from error
@@ -170,6 +177,22 @@ class _Dialogue:
             _note(f"(cut off after {len(generation.tokens)} tokens)")
         if self._verbose:
             _note(speed_line(turn.result))
+
+    @contextlib.contextmanager
+    def _told_of_compiling(self) -> Iterator[None]:
+        """Says so where an answer waits for a compiler, which only Ctrl-C twice gets out of."""
+
+        def tell() -> None:
+            if self._engine.compiling:
+                _note("(compiling for questions of this length, once; Ctrl-C twice does not wait for it)")
+
+        timer = threading.Timer(COMPILING_IS_TOLD_AFTER, tell)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def _help(self, rest: str) -> None:
         usages = {f"{name} {argument}".strip(): what for name, (argument, what, _) in self._commands.items()}
@@ -186,10 +209,12 @@ class _Dialogue:
             raise PromptError("/save needs the name of a file")
         messages = self._conversation.all_messages
         try:
-            _write_json(Path(os.path.expanduser(rest)), messages)
+            _write_json(Path(os.path.realpath(os.path.expanduser(rest))), messages)
         except OSError as error:
             raise PromptError(f"{rest} was not written: {error.strerror}") from error
-        _note(f"({len(messages)} messages written to {rest})")
+        except ValueError as error:
+            raise PromptError(f"{rest!r} is no name of a file: {error}") from error
+        _note(f"({len(messages)} message{'s' * (len(messages) != 1)} written to {rest})")
 
     def _set_system(self, rest: str) -> None:
         self._conversation.system = rest or None
@@ -286,16 +311,27 @@ def _load_line_editing() -> None:
 
 
 def _write_json(path: Path, content: Any) -> None:
-    """Writes a file whole or not at all."""
+    """Writes a file whole or not at all. One that is there keeps its permissions."""
+    there = path.exists()
+    if there and not path.is_file():
+        raise OSError(errno.EINVAL, "it is there already, and no regular file")
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with open(descriptor, "w", encoding="utf-8") as file:
             json.dump(content, file, ensure_ascii=False, indent=2)
             file.write("\n")
+        os.chmod(name, stat.S_IMODE(path.stat().st_mode) if there else 0o666 & ~_umask())
         os.replace(name, path)
     except BaseException:
         os.unlink(name)
         raise
+
+
+def _umask() -> int:
+    """What new files are not permitted. It can only be read by setting it."""
+    found = os.umask(0o077)
+    os.umask(found)
+    return found
 
 
 def _note(text: str) -> None:

@@ -31,11 +31,24 @@ def test_requests_get_slots_in_the_order_in_which_they_came():
     tickets = [Ticket(name) for name in "abc"]
     for ticket in tickets:
         scheduler.add(ticket)
-    assert scheduler.full and names(scheduler.admit()) == [(0, "a"), (1, "b")]
+    assert not scheduler.full and names(scheduler.admit()) == [(0, "a"), (1, "b")]
     assert not scheduler.full and scheduler.queued == 1
     assert names(scheduler.admit()) == []
     scheduler.free(1, tickets[1])
     assert names(scheduler.admit()) == [(1, "c")]
+
+
+def test_as_many_may_come_as_there_are_free_slots_and_places_to_wait_whenever_the_slots_are_given_out():
+    for admitting in (False, True):
+        scheduler, taken = Scheduler(slots=2, queue_limit=3), 0
+        while not scheduler.full:
+            scheduler.add(Ticket(str(taken)))
+            taken += 1
+            if admitting:
+                list(scheduler.admit())
+        assert taken == 5
+        list(scheduler.admit())
+        assert scheduler.full and scheduler.queued == 3
 
 
 def test_a_short_prompt_waits_for_one_piece_of_a_long_one_and_not_for_all():

@@ -136,13 +136,12 @@ class Conversation:
         """Passes the text of an answer on as it comes; None where it was stopped."""
         start, compiled = time.perf_counter(), self._engine.compile_seconds
         arrivals: list[float] = []
-        with self._engine.submit(request) as stream:
+        # Told by the engine's thread: whoever reads the stream may see the first token and the last at once.
+        with self._engine.submit(request, notify=lambda: arrivals.append(time.perf_counter())) as stream:
             self._stream = stream
             for event in stream:
                 if self._stopped:
                     return None
-                if event.token is not None:
-                    arrivals.append(time.perf_counter())
                 take(event.text)
         generation = stream.result()
         compiling = self._engine.compile_seconds - compiled

@@ -70,6 +70,7 @@ class Engine:
     Attributes:
         memory: what the slots take.
         compile_seconds: spent on compiling while nothing else ran.
+        compiling: whether that goes on just now.
 
     Raises:
         PromptError: a number is out of range, or speculation is asked of a model without the head.
@@ -127,7 +128,7 @@ class Engine:
         self._broken: BaseException | None = None
         self._counts: dict[str, int] = dict.fromkeys(COUNTED, 0)
         self._warm: set[int] = set()
-        self.compile_seconds = 0.0
+        self.compile_seconds, self.compiling = 0.0, False
         if warm_up:
             self._warm_up(self._buckets)
         self._thread = threading.Thread(target=self._run, name="qwen35-engine", daemon=True)
@@ -276,9 +277,10 @@ class Engine:
         missing = sorted({*lengths} - self._warm)
         if not missing:
             return
-        start = time.perf_counter()
+        start, self.compiling = time.perf_counter(), True
         self._runner.warm_up(Request((0,), GenerationSettings(max_new_tokens=1)), missing)
         self._warm.update(missing)
+        self.compiling = False
         self.compile_seconds += time.perf_counter() - start
 
     def _consume(self, slot: int, ticket: Ticket, chunk: Chunk) -> list[_Work]:

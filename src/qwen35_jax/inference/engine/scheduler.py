@@ -58,7 +58,9 @@ class Scheduler(Generic[Ticket]):
 
     @property
     def full(self) -> bool:
-        return len(self._queue) >= self._queue_limit
+        """Whether no more may wait. Requests for which a slot is free do not count: they are about to get it."""
+        free = len(self._slots) - self.occupied
+        return len(self._queue) >= self._queue_limit + free
 
     def add(self, ticket: Ticket) -> None:
         """Puts a request at the end of the queue; only while it is not `full`."""
