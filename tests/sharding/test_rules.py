@@ -58,7 +58,8 @@ def test_every_rule_is_for_an_axis_that_is_there_and_every_mesh_axis_cuts_someth
     assert names | ACTIVATION_AXES == set(RULES)
     assert set(MESH_AXES) == {axis for axes in RULES.values() for axis in axes}
     with pytest.raises(
-        ConfigError, match=r"unknown axes \['expert'\]; expected some of \['data', 'fsdp', 'tensor'\]"
+        ConfigError,
+        match=r"unknown axes \['expert'\]; expected some of \['data', 'fsdp', 'sequence', 'tensor'\]",
     ):
         shardings(_abstract_mesh(expert=2), {}, {})
 

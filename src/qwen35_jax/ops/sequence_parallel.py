@@ -23,7 +23,7 @@ import einops
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from qwen35_jax.errors import ConfigError
 from qwen35_jax.ops.attention import attention
@@ -166,8 +166,11 @@ def attention_of_part(
 
 
 def over_parts(
-    of_part: Callable[..., Array], axis: str, *arguments: Array, same: tuple[Array, ...] = ()
-) -> Array:
+    of_part: Callable[..., Shaped[Array, "batch time ..."]],
+    axis: str,
+    *arguments: Shaped[Array, "batch time ..."],
+    same: tuple[Shaped[Array, "..."], ...] = (),
+) -> Shaped[Array, "batch time ..."]:
     """Runs a function of this file over all parts.
 
     Args:
