@@ -32,6 +32,7 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "value_heads": ("tensor",),
     "mlp": ("tensor",),
     "repeats": (),
+    "rank": (),
     "head_dim": (),
     "key_dim": (),
     "value_dim": (),

@@ -1,8 +1,9 @@
 """Optimizers: which of Optax's, on which parameters, at which rate.
 
 What decays and what Muon takes is read off the logical axes of a parameter. A matrix has the residual width (`embed`)
-on one side and heads, channels or the vocabulary on the other. Norms, biases, convolutions, `A_log` and `dt_bias` have
-not: they never decay, as pulling a decay rate or a norm's scale towards 0 changes what a layer remembers.
+on one side and heads, channels or the vocabulary on the other; those of LoRA have the rank on one. Norms, biases,
+convolutions, `A_log` and `dt_bias` have neither: they never decay, as pulling a decay rate or a norm's scale towards 0
+changes what a layer remembers.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from qwen35_jax.sharding.rules import LogicalAxes
 Axes = Any
 """A tree of `LogicalAxes` with the structure of the parameters, from `qwen35_jax.sharding.parameter_axes`."""
 
-RESIDUAL_WIDTH = frozenset({"embed", "mtp_embed"})
+_SINGLE_AXES = frozenset({"embed", "mtp_embed", "rank"})
+"""Axes that are by themselves one side of a matrix."""
+
 _STACKED = "repeats"
 
 
@@ -144,22 +147,22 @@ def schedule(settings: OptimizerSettings, *, steps: int) -> optax.Schedule:
 
 
 def is_matrix(axes: LogicalAxes) -> bool:
-    """Whether a parameter maps between the residual stream and something else."""
+    """Whether a parameter maps from one space to another: all but norms, biases, convolutions and gates."""
     names = [name for name in axes.names if name != _STACKED]
-    return len(names) > 1 and not RESIDUAL_WIDTH.isdisjoint(names)
+    return len(names) > 1 and not _SINGLE_AXES.isdisjoint(names)
 
 
 def _muon_dimensions(axes: LogicalAxes) -> MuonDimensionNumbers | None:
     """Which axes of a matrix are summed over and which come out; None for what AdamW takes, tables of tokens as well.
 
-    Weights are kept as [out, in], and one of the two is the residual width. Axes are counted from the end, so that a
-    leading axis of repeats is one of many matrices.
+    Weights are kept as [out, in], and one of the two is the residual width or LoRA's rank. Axes are counted from the
+    end, so that a leading axis of repeats is one of many matrices.
     """
     if not is_matrix(axes) or "vocab" in axes.names:
         return None
     names = [name for name in axes.names if name != _STACKED]
     count = len(names)
-    if names[0] in RESIDUAL_WIDTH:
+    if names[0] in _SINGLE_AXES:
         return MuonDimensionNumbers(tuple(range(1 - count, 0)), (-count,))
     return MuonDimensionNumbers((-1,), tuple(range(-count, -1)))
 
