@@ -130,6 +130,9 @@ WRONG_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "0 to 20"),
     ({"logprobs": 5}, "logprobs", "true or false"),
     ({"tools": [{"type": "retrieval"}]}, "tools[0].type", "expected one of function"),
+    ({"tools": [{"function": {"name": "f>x\n"}}]}, "tools[0].function.name", "expected 1 to 64 letters"),
+    ({"tools": [{"name": "f" * 65}]}, "tools[0].name", "expected 1 to 64 letters"),
+    ({"tools": [function({"type": "array"})]}, "tools[0].function.parameters.type", "expected one of object"),
     ({"tools": TOOLS + TOOLS}, "tools[2].function.name", "already"),
     ({"tools": [function(5)]}, "tools[0].function.parameters", "5"),
     ({"tool_choice": "required"}, "tool_choice", "no tools"),
@@ -179,11 +182,7 @@ WRONG_CHATS: list[tuple[dict[str, Any], str, str]] = [
         "tools[2].function.parameters",
         "wood",
     ),
-    (
-        {"tools": [*TOOLS, {"name": "a>b"}], "tool_choice": "required"},
-        "tools[2].name",
-        "cannot be told",
-    ),
+    ({"tools": [*TOOLS, {"name": "a>b"}]}, "tools[2].name", "expected 1 to 64 letters"),
     ({"model": 5}, "model", "expected a string"),
 ]
 WRONG_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [

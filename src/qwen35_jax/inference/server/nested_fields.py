@@ -7,12 +7,15 @@ answers that say nothing here may be there.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qwen35_jax.inference.chat.messages import ROLES
 from qwen35_jax.inference.server.api_error import field_error, shown
 from qwen35_jax.inference.server.fields import Fields
+
+_FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 _IN_MESSAGES = ("name", "tool_call_id", "annotations", "parsed")
 _IN_PARTS = ("cache_control", "prompt_cache_breakpoint")
@@ -65,12 +68,23 @@ def check_tool_fields(tools: Sequence[Any]) -> None:
         fields.choice("type", ("function",))
         inner = fields.inner("function")
         function = fields if inner is None else inner
-        function.text("name")
+        _check_function_name(function)
         function.text("description")
-        function.mapping("parameters")
+        parameters = function.inner("parameters")
+        if parameters is not None:
+            parameters.choice("type", ("object",))
         function.boolean("strict")
         fields.refuse_unread(ignored=_IN_TOOLS)
         function.refuse_unread(ignored=_IN_TOOLS)
+
+
+def _check_function_name(function: Fields) -> None:
+    name = function.text("name")
+    if name is not None and not _FUNCTION_NAME.fullmatch(name):
+        raise field_error(
+            function.name("name"),
+            f"is {shown(name)}, expected 1 to 64 letters, digits, underscores and hyphens",
+        )
 
 
 def _check_part(part: Fields) -> None:
