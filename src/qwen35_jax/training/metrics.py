@@ -1,0 +1,73 @@
+"""The numbers of a run, a JSON object a line: one for each step, and one for each evaluation.
+
+A step's line has `step`, `loss` (what is minimized), `cross_entropy` in nats and `accuracy` of the tokens learned,
+`mtp_cross_entropy` and `mtp_accuracy` where the multi-token-prediction head is trained, `learning_rate`,
+`gradient_norm` before clipping, `tokens` that are no padding, `tokens_per_second`, `seconds` and `memory_bytes`. The
+first step of a process also compiles, which its seconds show. An evaluation's line has `step`,
+`evaluation_cross_entropy`, `evaluation_accuracy` and `seconds`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+
+class MetricsFile:
+    """The file of a run, which goes on after the steps of the checkpoint that the run goes on from.
+
+    Args:
+        path: of the file. Lines of later steps are taken out, as these steps are done again, and so is a last line
+            that a killed process left unfinished.
+        after: steps done.
+
+    Attributes:
+        lines: of the steps and evaluations done before.
+    """
+
+    def __init__(self, path: Path, *, after: int):
+        self.lines = [line for line in _read(path) if line["step"] <= after]
+        whole = path.with_name(path.name + ".partial")
+        whole.write_text("".join(map(_text, self.lines)), encoding="utf-8")
+        os.replace(whole, path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def append(self, line: Mapping[str, Any]) -> None:
+        """Writes a line at once, so that whoever follows the file sees it."""
+        self._file.write(_text(line))
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def memory_bytes(device: jax.Device) -> int:
+    """The most memory of a device that was in use so far; of this process where the device does not tell."""
+    statistics = device.memory_stats()
+    if statistics and "peak_bytes_in_use" in statistics:
+        return statistics["peak_bytes_in_use"]
+    # In KiB, but bytes on macOS.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    lines = []
+    if path.is_file():
+        for text in path.read_text(encoding="utf-8").splitlines():
+            try:
+                line = json.loads(text)
+            except ValueError:
+                break
+            lines.append(line)
+    return lines
+
+
+def _text(line: Mapping[str, Any]) -> str:
+    return json.dumps(line) + "\n"

@@ -1,0 +1,49 @@
+"""Signals that end a run after the step in hand: SIGTERM, with which machines are taken away, and Ctrl-C."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+
+@dataclasses.dataclass
+class StopRequest:
+    """Whether the run is to end.
+
+    Attributes:
+        signal: that asked for it; None as long as none did.
+    """
+
+    signal: signal.Signals | None = None
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[StopRequest]:
+    """Within the block, the first signal only asks; a second one does what it did before the block.
+
+    Outside of the main thread, where Python lets nobody handle signals, none ever asks.
+    """
+    request = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
+    before = {}
+
+    def put_back() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def ask(number: int, frame: Any) -> None:
+        request.signal = signal.Signals(number)
+        put_back()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        before[number] = signal.signal(number, ask)
+    try:
+        yield request
+    finally:
+        put_back()

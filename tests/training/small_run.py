@@ -1,0 +1,41 @@
+"""A run that is over in seconds: a tiny model with random weights, texts, and the settings that join them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from qwen35_jax.checkpoint import export_hf
+from qwen35_jax.training.settings import TrainingSettings, settings_from
+from tests.inference.tiny_model import ascii_tokenizer, tiny_model
+
+ROW_LENGTH, ROWS, STEPS = 26, 8, 6
+
+
+def write_model(folder: Path) -> Path:
+    """A checkpoint that a run can start from."""
+    model = tiny_model()
+    export_hf(model.parameters, model.config, folder)
+    ascii_tokenizer().backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    return folder
+
+
+def write_texts(path: Path, count: int = 44) -> Path:
+    """Sums and what they make, one to a line."""
+    texts = [f"{number} + {number % 7} = {number + number % 7}" for number in range(count)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    return path
+
+
+def small_run(folder: Path, **sections: dict[str, Any]) -> TrainingSettings:
+    """Settings of a run in `folder`, which holds `model` and `texts.jsonl`; sections change single keys."""
+    tables: dict[str, dict[str, Any]] = {
+        "model": {"source": str(folder / "model"), "dtype": "float32"},
+        "data": {"train": str(folder / "texts.jsonl"), "row_length": ROW_LENGTH, "rows_per_step": ROWS},
+        "objective": {"rematerialize": False},
+        "optimizer": {"learning_rate": 0.01, "weight_decay": 0.1, "warmup_steps": 2},
+        "run": {"output": str(folder / "run"), "steps": STEPS, "save_every": 2, "seed": 5},
+    }
+    return settings_from({name: table | sections.get(name, {}) for name, table in tables.items()})
