@@ -9,6 +9,8 @@ import pytest
 
 if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None:
     collect_ignore_glob = ["test_*.py"]
+elif importlib.util.find_spec("peft") is None:
+    collect_ignore = ["test_peft.py"]
 
 
 @pytest.fixture(autouse=True, scope="session")
