@@ -33,6 +33,7 @@ COMMANDS = {
     "spec": "print a model's graph, tensor shapes and parameter counts",
     "verify": "compare a model with transformers, node by node",
     "eval": "measure how well a model predicts a text",
+    "train": "fine-tune a model",
 }
 
 USAGE_ERROR = 2

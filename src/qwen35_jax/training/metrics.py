@@ -17,8 +17,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
-
 
 class MetricsFile:
     """The file of a run, which goes on after the steps of the checkpoint that the run goes on from.
@@ -48,8 +46,8 @@ class MetricsFile:
         self._file.close()
 
 
-def memory_bytes(device: jax.Device) -> int:
-    """The most memory of a device that was in use so far; of this process where the device does not tell."""
+def memory_bytes(device: Any) -> int:
+    """The most memory of a JAX device that was in use so far; of this process where the device does not tell."""
     statistics = device.memory_stats()
     if statistics and "peak_bytes_in_use" in statistics:
         return statistics["peak_bytes_in_use"]

@@ -61,7 +61,7 @@ def place_batch(mesh: Mesh, batch: Batch) -> Batch:
     return jax.tree.map(lambda array: jax.make_array_from_process_local_data(cut, array), batch)
 
 
-def state_shardings(mesh: Mesh, parameter_shardings: Any, state: Any) -> Any:
+def state_shardings(mesh: Mesh, parameter_shardings: Any, parameters: Parameters, state: Any) -> Any:
     """A sharding for every array of a state: what stands for a parameter, as its moments do, lies where that does.
 
     Left to itself, the compiler would give every device all moments: nothing tells it that zeros in the shape of a
@@ -69,21 +69,20 @@ def state_shardings(mesh: Mesh, parameter_shardings: Any, state: Any) -> Any:
 
     Args:
         mesh: of the run.
-        parameter_shardings: nested dictionary of the parameters that are trained.
+        parameter_shardings: of the parameters that are trained.
+        parameters: these, or their shapes.
         state: tree of arrays or of their shapes. An array belongs to a parameter if the dictionary keys at the end of
-            its path are that parameter's, and its number of axes lets it be cut alike. Others are whole everywhere.
+            its path are that parameter's, and its shape is too. Others are whole everywhere.
     """
+    cuts = jax.tree.leaves(parameter_shardings)
     known = {
-        _dictionary_keys(path): cut for path, cut in jax.tree_util.tree_leaves_with_path(parameter_shardings)
+        (_dictionary_keys(path), array.shape): cut
+        for (path, array), cut in zip(jax.tree_util.tree_leaves_with_path(parameters), cuts, strict=True)
     }
-
-    def place(path: Any, array: Any) -> NamedSharding:
-        cut = known.get(_dictionary_keys(path))
-        if cut is None or not _can_cut(cut, array.shape):
-            return NamedSharding(mesh, PartitionSpec())
-        return cut
-
-    return jax.tree_util.tree_map_with_path(place, state)
+    whole = NamedSharding(mesh, PartitionSpec())
+    return jax.tree_util.tree_map_with_path(
+        lambda path, array: known.get((_dictionary_keys(path), array.shape), whole), state
+    )
 
 
 def abstract_train_state(
@@ -107,7 +106,7 @@ def abstract_train_state(
     return jax.tree.map(
         lambda leaf, cut: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=cut),
         shapes,
-        state_shardings(mesh, parameter_shardings, shapes),
+        state_shardings(mesh, parameter_shardings, parameters, shapes),
     )
 
 
@@ -130,11 +129,3 @@ def _dictionary_keys(path: Any) -> tuple[Any, ...]:
             break
         keys.append(entry.key)
     return tuple(reversed(keys))
-
-
-def _can_cut(cut: NamedSharding, shape: tuple[int, ...]) -> bool:
-    try:
-        cut.shard_shape(shape)
-    except ValueError:
-        return False
-    return len(cut.spec) <= len(shape)

@@ -263,7 +263,7 @@ class Trainer:
     ) -> tuple[TrainState, dict[str, Any] | None, dict[str, Any] | None]:
         """All steps that are left: the state after them, the last step's line and the last evaluation's."""
         run = self.settings.run
-        rate = schedule(self.settings.optimizer, steps=prepared.steps)
+        rate: Any = schedule(self.settings.optimizer, steps=prepared.steps)
         guard = Guard(
             [_parameter_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(state.parameters)],
             spike=run.spike,
