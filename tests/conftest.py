@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 # Before jax starts: tests run on the CPU unless the caller names another platform, and compile afresh,
 # so that a stale cache can neither hide a broken program nor speed up a count of compilations.
@@ -26,6 +28,20 @@ def pytest_report_header() -> str | None:
     """Says which tests a run without the `reference` extra does not even collect."""
     missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
     return f"tests/reference is left out: {' and '.join(missing)} not installed" if missing else None
+
+
+MOST_MAPPINGS = 25_000
+"""Linux gives a process 65,530 mappings of memory, unless told otherwise, and every compiled program takes some."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def programs_are_forgotten_in_time() -> Iterator[None]:
+    """Drops compiled programs after a file of tests, if there are many: without mappings left the compiler aborts."""
+    yield
+    mappings = Path("/proc/self/maps")
+    if mappings.exists() and len(mappings.read_bytes().splitlines()) > MOST_MAPPINGS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture
