@@ -26,7 +26,7 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 def pytest_report_header() -> str | None:
     """Says which tests a run without the `reference` extra does not even collect."""
-    missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
+    missing = [name for name in ("torch", "transformers", "peft") if importlib.util.find_spec(name) is None]
     return f"tests/reference is left out: {' and '.join(missing)} not installed" if missing else None
 
 

@@ -7,10 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None:
+if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers", "peft")):
     collect_ignore_glob = ["test_*.py"]
-elif importlib.util.find_spec("peft") is None:
-    collect_ignore = ["test_peft.py"]
 
 
 @pytest.fixture(autouse=True, scope="session")
