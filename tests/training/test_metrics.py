@@ -27,7 +27,7 @@ def test_a_start_after_a_step_takes_out_later_ones_and_an_unfinished_line(tmp_pa
     assert [line["step"] for line in metrics.lines] == steps(path) == [1, 2, 2]
     metrics.append({"step": 3})
     metrics.close()
-    assert steps(path) == [1, 2, 2, 3]
+    assert [line["step"] for line in metrics.lines] == steps(path) == [1, 2, 2, 3]
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["metrics.jsonl"]
 
 

@@ -41,11 +41,13 @@ def test_what_is_left_out_has_its_default(tmp_path: Path) -> None:
 
 def test_every_section_is_read_and_a_whole_number_is_a_number(tmp_path: Path) -> None:
     more = (
-        'spike = inf\n[run.mesh]\ndata = 2\ntensor = 4\n[model]\ndtype = "float32"\n[objective]\nmtp_weight = 1\n'
+        'spike = inf\nquestions = ["1?", "2?"]\n'
+        '[run.mesh]\ndata = 2\ntensor = 4\n[model]\ndtype = "float32"\n[objective]\nmtp_weight = 1\n'
         '[optimizer]\nname = "muon"\nlearning_rate = 1\nadam_learning_rate = 2\n'
     )
     settings = read_settings(config_file(tmp_path, more))
     assert settings.run.mesh == {"data": 2, "tensor": 4} and settings.run.spike == math.inf
+    assert settings.run.questions == ("1?", "2?") and settings.run.answer_tokens == 64
     assert settings.model.dtype == "float32"
     assert settings.optimizer.name == "muon" and settings.optimizer.adam_learning_rate == 2
     for value in (settings.objective.mtp_weight, settings.optimizer.learning_rate):
@@ -60,6 +62,8 @@ def test_every_section_is_read_and_a_whole_number_is_a_number(tmp_path: Path) ->
         ("save_every = true", "[run] save_every is True, expected a whole number"),
         ("save_every = 0", "[run] save_every is 0, expected at least 1"),
         ("epochs = 2", "[run] both of steps and epochs given, expected one of the two"),
+        ('questions = "1?"', "[run] questions is '1?', expected a list of texts"),
+        ("questions = [1]", "[run] questions is [1], expected a list of texts"),
         ("mesh = 4", "[run] mesh is 4, expected a table of whole numbers"),
         ("[run.mesh]\ndata = 0", "[run] mesh.data is 0, expected at least 1"),
         ("[weather]\nrank = 1", "[weather] is no section, expected one of data, run, model"),

@@ -19,6 +19,7 @@ import pytest
 
 from qwen35_jax.checkpoint import load
 from qwen35_jax.errors import CheckpointError, ConfigError
+from qwen35_jax.inference import GenerationSettings, generate
 from qwen35_jax.training import trainer as trainer_module
 from qwen35_jax.training.trainer import Outcome, Trainer, Watcher
 from tests.training.small_run import STEPS, small_run, write_model, write_texts
@@ -162,14 +163,21 @@ class Undisturbed:
 def undisturbed(folder: Path) -> Undisturbed:
     watcher = Lines()
     data = {"evaluation": str(folder / "few.jsonl")}
-    settings = small_run(folder, data=data, run={"output": str(folder / "whole"), "evaluate_every": 4})
+    run = {
+        "output": str(folder / "whole"),
+        "evaluate_every": 4,
+        "questions": ["1 + 1 =", "7"],
+        "answer_tokens": 5,
+    }
+    settings = small_run(folder, data=data, run=run)
     return Undisturbed(Trainer(settings, watcher=watcher).run(), watcher, folder / "whole")
 
 
 def test_the_loss_falls_and_every_step_and_evaluation_is_told(undisturbed: Undisturbed) -> None:
     found = losses(undisturbed.output)
     assert found[-1] < 0.5 * found[0]
-    lines = undisturbed.watcher.lines
+    told = undisturbed.watcher.lines
+    lines = [line for line in told if "answers" not in line]
     assert [(line["step"], "evaluation_cross_entropy" in line) for line in lines] == [
         (1, False), (2, False), (3, False), (4, False), (4, True), (5, False), (6, False), (6, True)
     ]  # fmt: skip
@@ -179,8 +187,25 @@ def test_the_loss_falls_and_every_step_and_evaluation_is_told(undisturbed: Undis
     assert 100 < step["tokens"] < 8 * 26 and step["memory_bytes"] > 1e6 and step["gradient_norm"] > 0
     assert [line["learning_rate"] for line in lines[:2]] == pytest.approx([0.005, 0.01])
     text = (undisturbed.output / "metrics.jsonl").read_text()
-    assert [json.loads(line) for line in text.splitlines()] == lines
+    assert [json.loads(line) for line in text.splitlines()] == told
     assert undisturbed.watcher.notes[0].startswith("train data: 44 of 44 records")
+
+
+def test_questions_are_answered_at_the_steps_of_evaluations_by_the_model_of_then(
+    undisturbed: Undisturbed,
+) -> None:
+    told = [line for line in undisturbed.watcher.lines if "answers" in line]
+    assert [line["step"] for line in told] == [4, 6]
+    assert [[pair["question"] for pair in line["answers"]] for line in told] == [["1 + 1 =", "7"]] * 2
+    settings = GenerationSettings(max_new_tokens=5)
+    model = load(undisturbed.output / "model", dtype="float32")
+    answers = generate(model, ["1 + 1 =", "7"], settings).generations
+    assert [pair["answer"] for pair in told[1]["answers"]] == [answer.text for answer in answers]
+    assert told[0]["answers"] != told[1]["answers"]
+
+
+def test_a_run_ends_with_a_picture_of_its_losses(undisturbed: Undisturbed) -> None:
+    assert (undisturbed.output / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_trained_model_is_written_as_the_source_was_and_differs_from_it(

@@ -31,7 +31,7 @@ def training_progress() -> Iterator[Watcher]:
 
 
 class TrainingLines(Watcher):
-    """A line for every evaluation, for the last step, and for others no more than one in five seconds."""
+    """A line for every evaluation, for answers and the last step; of other steps no more than one in five seconds."""
 
     def __init__(self) -> None:
         self._told = -SECONDS_BETWEEN_LINES
@@ -53,7 +53,7 @@ class TrainingLines(Watcher):
 
 
 class TrainingBar(Watcher):
-    """A bar with the numbers of the last step and the time left; evaluations and notes stay above it."""
+    """A bar with the numbers of the last step and the time left; evaluations, answers and notes stay above it."""
 
     def __init__(self, console: Console):
         columns = (
@@ -90,6 +90,9 @@ def line_for_people(line: dict[str, Any]) -> str:
     """A line of `metrics.jsonl` in words."""
     if "loss" in line:
         return f"step {line['step']:,}: {_numbers(line)}"
+    if "answers" in line:
+        pairs = "; ".join(f"{pair['question']!r} is answered {pair['answer']!r}" for pair in line["answers"])
+        return f"step {line['step']:,}: {pairs}"
     return (
         f"step {line['step']:,}: evaluation {line['evaluation_cross_entropy']:.4f} nats a token, "
         f"{line['evaluation_accuracy']:.1%} right"

@@ -1,10 +1,11 @@
-"""The numbers of a run, a JSON object a line: one for each step, and one for each evaluation.
+"""The numbers of a run, a JSON object a line: one for each step, each evaluation and each set of answers.
 
 A step's line has `step`, `loss` (what is minimized), `cross_entropy` in nats and `accuracy` of the tokens learned,
 `mtp_cross_entropy` and `mtp_accuracy` where the multi-token-prediction head is trained, `learning_rate`,
 `gradient_norm` before clipping, `tokens` that are no padding, `tokens_per_second`, `seconds` and `memory_bytes`. The
 first step of a process also compiles, which its seconds show. An evaluation's line has `step`,
-`evaluation_cross_entropy`, `evaluation_accuracy` and `seconds`.
+`evaluation_cross_entropy`, `evaluation_accuracy` and `seconds`; one of answers has `step` and `answers`, a list of
+objects with `question` and `answer`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class MetricsFile:
         after: steps done.
 
     Attributes:
-        lines: of the steps and evaluations done before.
+        lines: all of the run so far.
     """
 
     def __init__(self, path: Path, *, after: int):
@@ -39,6 +40,7 @@ class MetricsFile:
 
     def append(self, line: Mapping[str, Any]) -> None:
         """Writes a line at once, so that whoever follows the file sees it."""
+        self.lines.append(dict(line))
         self._file.write(_text(line))
         self._file.flush()
 

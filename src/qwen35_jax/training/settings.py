@@ -97,8 +97,10 @@ class RunSettings:
         output: folder of the run. One that holds a run goes on with it.
         steps: of the optimizer, all together; None where `epochs` is given.
         epochs: how often every row is seen, instead of `steps`.
-        evaluate_every: steps from one evaluation to the next. The last step is evaluated in any case, where there is a
-            file for it; None for only then.
+        evaluate_every: steps from one evaluation to the next, where there is a file for it, and from one set of answers
+            to the next. They follow the last step in any case; None for only then.
+        questions: that the model is asked at these steps.
+        answer_tokens: of an answer at most. Answers are greedy: always the most likely token.
         save_every: steps from one checkpoint to the next. The last step is saved in any case.
         keep: checkpoints that are kept, the newest ones.
         spike: nats by which a step's loss may lie above the middle one of the 20 before it; a run with a larger one
@@ -111,6 +113,8 @@ class RunSettings:
     steps: int | None = None
     epochs: float | None = None
     evaluate_every: int | None = None
+    questions: tuple[str, ...] = ()
+    answer_tokens: int = 64
     save_every: int = 100
     keep: int = 2
     spike: float = 3.0
@@ -121,7 +125,7 @@ class RunSettings:
         if (self.steps is None) == (self.epochs is None):
             found = "both" if self.steps is not None else "neither"
             raise ConfigError(f"{found} of steps and epochs given, expected one of the two")
-        for name in ("steps", "evaluate_every", "save_every", "keep"):
+        for name in ("steps", "evaluate_every", "answer_tokens", "save_every", "keep"):
             value = getattr(self, name)
             _check(name, value, value is None or value >= 1, "at least 1")
         _check("epochs", self.epochs, self.epochs is None or 0 < self.epochs < math.inf, "a number above 0")
@@ -152,6 +156,8 @@ MAY_DIFFER = frozenset(
         "run.steps",
         "run.epochs",
         "run.evaluate_every",
+        "run.questions",
+        "run.answer_tokens",
         "run.save_every",
         "run.keep",
         "run.spike",
@@ -228,7 +234,7 @@ def _section(name: str, kind: type, table: Mapping[str, Any]) -> Any:
             raise ConfigError(f"[{name}] {key} is no key of this section, expected {_expected(key, fields)}")
         if not _is_a(value, hints[key]):
             raise ConfigError(f"[{name}] {key} is {value!r}, expected {_described(hints[key])}")
-        values[key] = float(value) if float in (hints[key], *typing.get_args(hints[key])) else value
+        values[key] = _converted(value, hints[key])
     for key, field in fields.items():
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if required and key not in values:
@@ -237,6 +243,12 @@ def _section(name: str, kind: type, table: Mapping[str, Any]) -> Any:
         return kind(**values)
     except ConfigError as error:
         raise ConfigError(f"[{name}] {str(error).removeprefix(f'{name}.')}") from error
+
+
+def _converted(value: Any, kind: Any) -> Any:
+    if typing.get_origin(kind) is tuple:
+        return tuple(value)
+    return float(value) if float in (kind, *typing.get_args(kind)) else value
 
 
 def _expected(name: str, known: Mapping[str, Any]) -> str:
@@ -253,6 +265,8 @@ def _is_a(value: Any, kind: Any) -> bool:
         return any(_is_a(value, option) for option in options)
     if typing.get_origin(kind) is dict:
         return isinstance(value, dict) and all(_is_a(entry, options[1]) for entry in value.values())
+    if typing.get_origin(kind) is tuple:
+        return isinstance(value, list) and all(_is_a(entry, options[0]) for entry in value)
     if kind is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
@@ -265,6 +279,8 @@ def _described(kind: Any) -> str:
         return _described(typing.get_args(kind)[0])
     if typing.get_origin(kind) is dict:
         return "a table of whole numbers"
+    if typing.get_origin(kind) is tuple:
+        return "a list of texts"
     return {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}[kind]
 
 

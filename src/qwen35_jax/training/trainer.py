@@ -1,7 +1,7 @@
 """A training run from its settings to a checkpoint in Hugging Face layout. Needs the `train` extra.
 
 The folder of a run holds `checkpoints`, with which the next start goes on, `metrics.jsonl`, see
-`qwen35_jax.training.metrics`, and at the end `model`, which is written in one piece.
+`qwen35_jax.training.metrics`, and at the end `model`, which is written in one piece, and `loss.png`.
 """
 
 from __future__ import annotations
@@ -26,16 +26,18 @@ from qwen35_jax.checkpoint.hf import KeptTensors, load_hf
 from qwen35_jax.checkpoint.model_name import find_model
 from qwen35_jax.checkpoint.parameter_tree import dotted
 from qwen35_jax.checkpoint.progress import Progress, quiet
-from qwen35_jax.checkpoint.source import is_orbax_folder
+from qwen35_jax.checkpoint.source import LoadedModel, is_orbax_folder
 from qwen35_jax.checkpoint.staging import check_destination
 from qwen35_jax.config import ModelConfig
-from qwen35_jax.errors import CheckpointError, ConfigError
+from qwen35_jax.errors import CheckpointError, ConfigError, PromptError
+from qwen35_jax.inference.settings import GenerationSettings
 from qwen35_jax.model import Parameters, abstract_model
 from qwen35_jax.sharding import parameter_axes, shardings
 from qwen35_jax.training.batches import Batches, single_pass
 from qwen35_jax.training.checkpoints import Checkpoints, Saved
 from qwen35_jax.training.evaluation import evaluate
 from qwen35_jax.training.guard import Guard
+from qwen35_jax.training.loss_curve import draw_loss_curve
 from qwen35_jax.training.metrics import MetricsFile, memory_bytes
 from qwen35_jax.training.objective import Batch
 from qwen35_jax.training.optimizers import make_optimizer, schedule
@@ -48,11 +50,12 @@ from qwen35_jax.training.placement import (
     place_batch,
     place_train_state,
 )
+from qwen35_jax.training.samples import encode_questions, sampled_answers
 from qwen35_jax.training.settings import TrainingSettings, as_tables, differences
 from qwen35_jax.training.stop_signals import StopRequest, stop_signals
 from qwen35_jax.training.train_step import StepReport, TrainState, train_step
 
-CHECKPOINTS, METRICS, MODEL = "checkpoints", "metrics.jsonl", "model"
+CHECKPOINTS, METRICS, MODEL, CURVE = "checkpoints", "metrics.jsonl", "model", "loss.png"
 
 
 class Watcher:
@@ -62,7 +65,7 @@ class Watcher:
         """The steps begin: so many of them are done already."""
 
     def line(self, line: dict[str, Any]) -> None:
-        """A step or an evaluation, as `metrics.jsonl` has it."""
+        """A step, an evaluation or answers, as `metrics.jsonl` has them."""
 
     def note(self, text: str) -> None:
         """A line for people."""
@@ -98,6 +101,7 @@ class _Prepared:
     mesh: Mesh
     batches: Batches
     evaluation_rows: PackedRows | None
+    questions: list[list[int]]
     rows: int
     steps: int
     graphdef: nnx.GraphDef
@@ -121,6 +125,7 @@ class Trainer:
         self.settings = settings
         self._watcher = watcher or Watcher()
         self._progress = progress
+        self._answering = GenerationSettings(max_new_tokens=settings.run.answer_tokens)
 
     def run(self) -> Outcome:
         """Trains from the last checkpoint in the output folder, or from the model, to the end or to a signal.
@@ -157,11 +162,11 @@ class Trainer:
                     metrics.close()
                 checkpoints.wait()
             steps = int(state.step)
-            model = (
-                self._export(prepared, state.parameters, kept, output / MODEL)
-                if steps >= prepared.steps
-                else None
-            )
+            model = None
+            if steps >= prepared.steps:
+                model = self._export(prepared, state.parameters, kept, output / MODEL)
+                if not draw_loss_curve(metrics.lines, output / CURVE):
+                    self._watcher.note(f"no {CURVE}, since matplotlib is not installed")
         return Outcome(steps, began_at, last, evaluation, model, None if model else stop.signal)
 
     def _prepare(self) -> _Prepared:
@@ -196,6 +201,7 @@ class Trainer:
         evaluation = (
             None if data.evaluation is None else self._rows("evaluation", data.evaluation, folder, config)
         )
+        questions = self._questions(folder, config)
         batches = Batches(packed, micro_batches=data.micro_batches, rows=rows, seed=data.seed)
         steps = settings.run.steps or math.ceil((settings.run.epochs or 0) * batches.steps_per_epoch)
         optimizer = make_optimizer(settings.optimizer, axes, steps=steps)
@@ -205,6 +211,7 @@ class Trainer:
             mesh,
             batches,
             evaluation,
+            questions,
             rows,
             steps,
             graphdef,
@@ -226,6 +233,14 @@ class Trainer:
             f"{name} data: {summary}; {len(packed):,} rows of {data.row_length:,} tokens, {packed.padding:.0%} padding"
         )
         return packed
+
+    def _questions(self, folder: Path, config: ModelConfig) -> list[list[int]]:
+        if not self.settings.run.questions:
+            return []
+        try:
+            return encode_questions(self.settings.run.questions, folder, config, self._answering)
+        except PromptError as error:
+            raise ConfigError(f"run.questions: {error}") from error
 
     def _start(
         self, prepared: _Prepared, checkpoints: Checkpoints, saved: Saved | None
@@ -288,12 +303,17 @@ class Trainer:
             metrics.append(last)
             self._watcher.line(last)
             ends = step == prepared.steps or stop.signal is not None
-            if prepared.evaluation_rows is not None and (
-                step == prepared.steps or (run.evaluate_every and step % run.evaluate_every == 0)
-            ):
-                evaluation = self._evaluation_line(step, prepared, prepared.evaluation_rows, state.parameters)
-                metrics.append(evaluation)
-                self._watcher.line(evaluation)
+            if step == prepared.steps or (run.evaluate_every and step % run.evaluate_every == 0):
+                if prepared.evaluation_rows is not None:
+                    evaluation = self._evaluation_line(
+                        step, prepared, prepared.evaluation_rows, state.parameters
+                    )
+                    metrics.append(evaluation)
+                    self._watcher.line(evaluation)
+                if prepared.questions:
+                    answers = self._answers_line(step, prepared, state.parameters)
+                    metrics.append(answers)
+                    self._watcher.line(answers)
             if ends or step % run.save_every == 0:
                 checkpoints.save(state, tables, prepared.batches.get_state())
             if ends:
@@ -331,6 +351,15 @@ class Trainer:
             "evaluation_cross_entropy": found.cross_entropy,
             "evaluation_accuracy": found.accuracy,
             "seconds": time.perf_counter() - begun,
+        }
+
+    def _answers_line(self, step: int, prepared: _Prepared, parameters: Parameters) -> dict[str, Any]:
+        model = LoadedModel(prepared.config, prepared.graphdef, parameters, prepared.folder)
+        answers = sampled_answers(model, prepared.questions, self._answering)
+        pairs = zip(self.settings.run.questions, answers, strict=True)
+        return {
+            "step": step,
+            "answers": [{"question": question, "answer": answer} for question, answer in pairs],
         }
 
     def _export(
