@@ -8,14 +8,14 @@ from typing import Any
 
 from qwen35_jax.checkpoint import export_hf
 from qwen35_jax.training.settings import TrainingSettings, settings_from
-from tests.inference.tiny_model import ascii_tokenizer, tiny_model
+from tests.inference.tiny_model import TinyModel, ascii_tokenizer, tiny_model
 
 ROW_LENGTH, ROWS, STEPS = 26, 8, 6
 
 
-def write_model(folder: Path) -> Path:
-    """A checkpoint that a run can start from."""
-    model = tiny_model()
+def write_model(folder: Path, model: TinyModel | None = None) -> Path:
+    """A checkpoint that a run can start from; by default of the tiny model."""
+    model = model or tiny_model()
     export_hf(model.parameters, model.config, folder)
     ascii_tokenizer().backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')

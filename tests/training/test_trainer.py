@@ -14,14 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from qwen35_jax.checkpoint import load
+from qwen35_jax.checkpoint.source import convert
 from qwen35_jax.errors import CheckpointError, ConfigError
 from qwen35_jax.inference import GenerationSettings, generate
 from qwen35_jax.training import trainer as trainer_module
+from qwen35_jax.training.guard import TrainingError
 from qwen35_jax.training.trainer import Outcome, Trainer, Watcher
+from tests.inference.tiny_model import tiny_model
 from tests.training.small_run import STEPS, small_run, write_model, write_texts
 
 ROOT = Path(__file__).parents[2]
@@ -228,6 +232,34 @@ def test_a_finished_run_has_nothing_left_to_do(undisturbed: Undisturbed, folder:
     assert losses(undisturbed.output) == before
 
 
+def test_a_gradient_that_is_not_finite_ends_the_run_and_neither_counts_nor_is_saved(folder: Path) -> None:
+    model = tiny_model()
+    weight = model.parameters["embed_tokens"]["weight"]
+    model.parameters["embed_tokens"]["weight"] = weight.at[0, 0].set(jnp.inf)
+    write_model(folder / "broken", model)
+    settings = small_run(
+        folder, model={"source": str(folder / "broken")}, run={"output": str(folder / "stop")}
+    )
+    with pytest.raises(TrainingError, match=r"step 1: the gradient of .*decoder.* is not finite"):
+        Trainer(settings).run()
+    assert (folder / "stop" / "metrics.jsonl").read_text() == ""
+    assert list((folder / "stop" / "checkpoints").iterdir()) == []
+
+
+def test_an_orbax_folder_trains_as_the_folder_that_it_came_from(
+    folder: Path, undisturbed: Undisturbed
+) -> None:
+    convert(folder / "model", folder / "orbax")
+    settings = small_run(
+        folder, model={"source": str(folder / "orbax")}, run={"output": str(folder / "again")}
+    )
+    outcome = Trainer(settings).run()
+    assert losses(folder / "again") == losses(undisturbed.output)
+    assert outcome.model is not None
+    names = {path.name for path in undisturbed.output.joinpath("model").iterdir()}
+    assert {path.name for path in outcome.model.iterdir()} == names
+
+
 def test_sigterm_saves_first_and_the_next_start_goes_on(folder: Path, undisturbed: Undisturbed) -> None:
     settings = small_run(folder, run={"output": str(folder / "stopped")})
     stopped = Trainer(settings, watcher=Lines(end_after=3)).run()
@@ -249,6 +281,7 @@ def test_a_run_that_is_killed_goes_on_with_the_same_losses(folder: Path, undistu
     assert losses(folder / "killed") == pytest.approx(losses(undisturbed.output), rel=1e-6)
 
 
+@pytest.mark.extended
 def test_b77_saved_on_eight_devices_and_restored_on_four_and_on_one(
     folder: Path, undisturbed: Undisturbed
 ) -> None:
