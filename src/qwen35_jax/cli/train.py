@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,9 @@ def run(args: argparse.Namespace) -> int:
         ) from error
 
     enable_compilation_cache()
+    for library in ("absl", "asyncio"):
+        # A save that fails is told in one line, and by these in fifty.
+        logging.getLogger(library).setLevel(logging.CRITICAL)
     began = time.perf_counter()
     with training_progress() as watcher:
         outcome = Trainer(settings, watcher=watcher, progress=loading_progress).run()

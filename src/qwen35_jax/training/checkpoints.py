@@ -8,6 +8,8 @@ next start. Arrays come back onto whatever mesh the new run has.
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -172,7 +174,12 @@ class Checkpoints:
         )
 
     def _unwritable(self, error: Exception) -> CheckpointError:
-        return CheckpointError(f"{self.folder}: a checkpoint could not be written: {_first_line(error)}")
+        # Orbax and TensorStore tell of the system's errors in the text of their own.
+        full = os.strerror(errno.ENOSPC) in str(error)
+        reason = "the disk is full" if full else _first_line(error)
+        return CheckpointError(
+            f"{self.folder}: a checkpoint could not be written: {reason}; the complete ones before it are there"
+        )
 
 
 def _named(state: TrainState) -> dict[str, Any]:

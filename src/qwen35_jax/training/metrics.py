@@ -10,6 +10,7 @@ objects with `question` and `answer`.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -17,6 +18,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from qwen35_jax.errors import CheckpointError
 
 
 class MetricsFile:
@@ -36,13 +39,23 @@ class MetricsFile:
         whole = path.with_name(path.name + ".partial")
         whole.write_text("".join(map(_text, self.lines)), encoding="utf-8")
         os.replace(whole, path)
-        self._file = path.open("a", encoding="utf-8")
+        self._path = path
+        self._file = path.open("ab", buffering=0)  # nothing is left to be written when it is closed
 
     def append(self, line: Mapping[str, Any]) -> None:
-        """Writes a line at once, so that whoever follows the file sees it."""
+        """Writes a line at once, so that whoever follows the file sees it.
+
+        Raises:
+            CheckpointError: it cannot be written whole, since the disk is full, say.
+        """
         self.lines.append(dict(line))
-        self._file.write(_text(line))
-        self._file.flush()
+        text = _text(line).encode()
+        try:
+            written = self._file.write(text)
+        except OSError as error:
+            raise CheckpointError(f"{self._path}: cannot be written: {error.strerror}") from error
+        if written < len(text):
+            raise CheckpointError(f"{self._path}: cannot be written: {os.strerror(errno.ENOSPC)}")
 
     def close(self) -> None:
         self._file.close()
