@@ -82,7 +82,11 @@ class StepReport(NamedTuple):
 def init_train_state(
     parameters: Parameters, optimizer: optax.GradientTransformation, *, seed: int = 0
 ) -> TrainState:
-    """The state before the first step. What the optimizer keeps of a parameter lies on the devices where that does."""
+    """The state before the first step, on one device.
+
+    Over a mesh, `qwen35_jax.training.placement.place_train_state` makes it, and cuts what the optimizer keeps of a
+    parameter as that is cut: left to the compiler, it would be whole on every device.
+    """
     return TrainState(jnp.int32(0), parameters, jax.jit(optimizer.init)(parameters), jax.random.key(seed))
 
 
