@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,11 @@ from pathlib import Path
 # so that a stale cache can neither hide a broken program nor speed up a count of compilations.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+
+# A shell hands an ignored Ctrl-C on to what it runs in the background, and that to its children: programs whose
+# interrupts are tested would never hear of one.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import hypothesis
 import jax

@@ -295,9 +295,10 @@ def test_on_a_terminal_there_is_a_prompt_and_ctrl_d_ends() -> None:
         child.wait_for("/help tells the commands, Ctrl-D ends.")
         child.wait_for("> ")
         # The line editor does not see a signal between its prompt and its first look at the keyboard.
-        child.interrupt()
-        while not child.has_said_something(seconds=1):
+        for _ in range(60):
             child.interrupt()
+            if child.has_said_something(seconds=1):
+                break
         child.wait_for("(Ctrl-D or /quit ends)")
         child.wait_for("> ")
         os.write(controller, b"/reset\n")
