@@ -19,8 +19,8 @@ from qwen35_jax.sharding import cache_shardings, parameter_axes, shardings
 from qwen35_jax.sharding.rules import CACHE_AXES, LogicalAxes
 from tests.small_text_model import FULL, LINEAR, small_config
 
-# Of activations alone, which neither parameters nor caches have.
-ACTIVATION_AXES = {"time", "residual"}
+# Of activations and adapters, which neither parameters nor caches have.
+OTHER_AXES = {"time", "residual", "rank"}
 
 # All heads divide over four devices.
 CONFIG = small_config(
@@ -55,7 +55,7 @@ def test_every_rule_is_for_an_axis_that_is_there_and_every_mesh_axis_cuts_someth
     )
     names = {name for logical in named for name in logical.names}
     names |= {name for axes in CACHE_AXES.values() for name in axes}
-    assert names | ACTIVATION_AXES == set(RULES)
+    assert names | OTHER_AXES == set(RULES)
     assert set(MESH_AXES) == {axis for axes in RULES.values() for axis in axes}
     with pytest.raises(
         ConfigError,
