@@ -154,8 +154,7 @@ class GatedDeltaNet(nnx.Module):
         segment_ids: Int[Array, "batch time"] | None,
     ) -> tuple[ValueHeads, State]:
         """The gated delta rule, with its gates; everything in float32 (float64 in a float64 model)."""
-        q = l2_normalize(q) * q.shape[-1] ** -0.5
-        k = l2_normalize(k)
+        q, k = self.normalized(q, k)
         log_decay, beta = self.gates(b, a)
         o, state = gated_delta_rule(q, k, v, log_decay, beta, initial_state=state, segment_ids=segment_ids)
         return o.astype(v.dtype), state
@@ -172,8 +171,7 @@ class GatedDeltaNet(nnx.Module):
         segment_ids: Int[Array, "batch time"],
     ) -> tuple[ValueHeads, tuple[KeyHeads, ValueHeads, PerHead]]:
         """`core` for tokens that may not count: what they read, and keys, corrections and decays of their writes."""
-        q = l2_normalize(q) * q.shape[-1] ** -0.5
-        k = l2_normalize(k)
+        q, k = self.normalized(q, k)
         log_decay, beta = self.gates(b, a)
         real = is_real(segment_ids)[..., None]
         q, k, values = (jnp.where(real[..., None], x, 0) for x in (q, k, v))
@@ -198,9 +196,13 @@ class GatedDeltaNet(nnx.Module):
                 for x, taps in ((q, self.conv_q), (k, self.conv_k), (v, self.conv_v))
             )
         with jax.named_scope("gdn.core"):
-            q, k = l2_normalize(q) * q.shape[-1] ** -0.5, l2_normalize(k)
+            q, k = self.normalized(q, k)
             o = over_parts(gated_delta_rule_of_part, axis, q, k, v, *self.gates(b, a), segment_ids)
             return o.astype(v.dtype)
+
+    def normalized(self, q: KeyHeads, k: KeyHeads) -> tuple[KeyHeads, KeyHeads]:
+        """Queries and keys as the delta rule takes them: of length key_dim**-0.5 and 1."""
+        return l2_normalize(q) * q.shape[-1] ** -0.5, l2_normalize(k)
 
     def gates(self, b: PerHead, a: PerHead) -> tuple[PerHead, PerHead]:
         """Log decay and write strength of each token, in float32 (float64 in a float64 model)."""

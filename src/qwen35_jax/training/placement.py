@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,9 +29,7 @@ def make_mesh(sizes: Mapping[str, int]) -> Mesh:
     sizes = dict(sizes) or {"fsdp": jax.device_count()}
     if unknown := sizes.keys() - set(MESH_AXES):
         raise ConfigError(f"run.mesh has the axes {sorted(unknown)}, expected some of {list(MESH_AXES)}")
-    count = 1
-    for size in sizes.values():
-        count *= size
+    count = math.prod(sizes.values())
     if count > jax.device_count():
         axes = ", ".join(f"{axis} {size}" for axis, size in sizes.items())
         raise ConfigError(

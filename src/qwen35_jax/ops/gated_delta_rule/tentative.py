@@ -34,8 +34,8 @@ def tentative_outputs(
     Returns:
         `(outputs, corrections)`, in the dtype of the state.
     """
-    q, k, v, log_decay, beta = (jnp.swapaxes(x.astype(state.dtype), 1, 2) for x in (q, k, v, log_decay, beta))
-    keys, queries = (einops.repeat(x, "b h t d -> b (h g) t d", g=v.shape[1] // x.shape[1]) for x in (k, q))
+    keys, queries = (_per_value_head(x.astype(state.dtype), v.shape[2]) for x in (k, q))
+    v, log_decay, beta = (jnp.swapaxes(x.astype(state.dtype), 1, 2) for x in (v, log_decay, beta))
     time = v.shape[2]
     asking = jnp.concatenate([keys, queries], axis=2)
     recalled, read = jnp.split(product(asking, state), [time], axis=2)
@@ -69,10 +69,7 @@ def state_after(
     counted = jnp.swapaxes(counted, 1, 2)
     weight = jnp.exp(_sums(counted, after=jnp.arange(counts.shape[1])[:, None], until=counts.shape[1]))
     weight = jnp.where(counts[:, None, :, None], weight, 0)
-    keys = einops.repeat(
-        k.astype(state.dtype), "b t h d -> b (h g) t d", g=corrections.shape[2] // k.shape[2]
-    )
-    keys = weight * keys
+    keys = weight * _per_value_head(k.astype(state.dtype), corrections.shape[2])
     new = jnp.zeros_like(state)
     for i in range(k.shape[1]):  # outer products: nothing of the state's size beside the sum
         new = new + keys[:, :, i, :, None] * corrections[:, i, :, None, :]
@@ -93,3 +90,9 @@ def _sums(
     within = (token > jnp.asarray(after)[..., None]) & (token <= jnp.asarray(until)[..., None])
     shaped = log_decay.reshape(*log_decay.shape[:2], *(1,) * (within.ndim - 1), -1)
     return jnp.where(within, shaped, 0).sum(axis=-1)
+
+
+def _per_value_head(
+    x: Float[Array, "batch time key_heads key_dim"], value_heads: int
+) -> Float[Array, "batch heads time key_dim"]:
+    return einops.repeat(x, "b t h d -> b (h g) t d", g=value_heads // x.shape[2])
