@@ -88,7 +88,7 @@ def _declared_types(schema: Any, root: Mapping[str, Any]) -> set[str]:
         reference = schema.get("$ref")
         if isinstance(reference, str) and reference not in followed:
             followed.add(reference)
-            ahead.append(_referred(reference, root))
+            ahead.append(part_named(reference, root))
     return types
 
 
@@ -96,7 +96,7 @@ def _as_list(value: Any) -> Sequence[Any]:
     return value if isinstance(value, list | tuple) else [] if value is None else [value]
 
 
-def _referred(reference: str, root: Mapping[str, Any]) -> Any:
+def part_named(reference: str, root: Mapping[str, Any]) -> Any:
     """The part of the schema that a reference such as `#/$defs/City` names; None if there is none."""
     if not reference.startswith("#/"):
         return None

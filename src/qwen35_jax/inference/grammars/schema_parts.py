@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from qwen35_jax.inference.chat.argument_types import part_named
 from qwen35_jax.inference.grammars.errors import GrammarError
 
 MOST_OPTIONAL = 2_000
@@ -16,15 +17,8 @@ _VALUES = ("const", "enum", "default", "examples")
 
 
 def referred(reference: str, root: Mapping[str, Any]) -> Any:
-    """The part of the schema that a reference such as `#/$defs/City` names; None if there is none."""
-    if reference == "#":
-        return root
-    if not reference.startswith("#/"):
-        return None
-    part: Any = root
-    for name in reference[2:].split("/"):
-        part = part.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(part, Mapping) else None
-    return part
+    """The part of the schema that a reference names, `#` being all of it; None if there is none."""
+    return root if reference == "#" else part_named(reference, root)
 
 
 def refuse_wide_objects(schema: Any, root: Mapping[str, Any]) -> None:
