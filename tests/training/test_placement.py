@@ -13,7 +13,14 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from qwen35_jax.errors import ConfigError
 from qwen35_jax.training.objective import Batch
-from qwen35_jax.training.placement import check_rows, make_mesh, place_batch, state_shardings
+from qwen35_jax.training.placement import (
+    check_row_length,
+    check_rows,
+    held_rows,
+    make_mesh,
+    place_batch,
+    state_shardings,
+)
 from qwen35_jax.training.train_step import init_train_state
 
 MESH: Any = AbstractMesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
@@ -63,3 +70,16 @@ def test_without_sizes_all_devices_are_on_fsdp_and_a_batch_is_what_it_was() -> N
     numbers = np.arange(2 * 3 * 5 * jax.device_count()).reshape(2, -1, 5)
     placed = place_batch(mesh, Batch(numbers, numbers + 1, numbers.astype(np.float32)))
     np.testing.assert_array_equal(placed.segment_ids, numbers + 1)
+
+
+def test_rows_that_cannot_be_cut_along_the_sequence_axis_are_refused() -> None:
+    mesh: Any = AbstractMesh((2, 4), ("fsdp", "sequence"), axis_types=(AxisType.Auto,) * 2)
+    check_row_length(mesh, 24)
+    with pytest.raises(ConfigError, match=r"row_length is 26, .* of the 4 devices along mesh axis sequence"):
+        check_row_length(mesh, 26)
+
+
+def test_one_process_holds_all_rows() -> None:
+    np.testing.assert_array_equal(
+        held_rows(make_mesh({}), 3 * jax.device_count()), range(3 * jax.device_count())
+    )

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from qwen35_jax.checkpoint.companions import copy_companions
 from qwen35_jax.checkpoint.hf import KeptTensors, SourceLayout, spelling_of
@@ -59,6 +60,9 @@ def export_hf(
     those of the source again: names, shapes, data types, shards and headers, byte for byte where values have not
     changed. Parameters are cast back to the data type that the source stored.
 
+    Of several processes all have to call this, with the same arguments: they bring every tensor together, one after the
+    other, and the first one writes. It returns when the folder is complete.
+
     Args:
         parameters: nested parameter dictionary, NumPy or JAX arrays.
         config: of the model. An MTP head that is neither in `parameters` nor kept is taken out of `config.json`.
@@ -80,7 +84,8 @@ def export_hf(
     check_parameters(parameters, config)
     layout = None if kept is None else kept.layout
     known = {} if layout is None else _layout_tensors(layout)
-    to_write = _tensors_to_write(parameters, config, kept, known)
+    ours = _tensors_of_parameters(parameters, config, known)
+    to_write = ours | _tensors_kept(kept, ours)
     if layout is not None and max_shard_bytes is None and _same_tensors(to_write, known):
         shards, index = _source_shards(layout, to_write), layout.index
     else:
@@ -89,12 +94,30 @@ def export_hf(
         index = _new_index(shards)
     if not any(name.startswith("mtp.") for name in to_write):
         config = without_mtp(config)
-    nbytes = sum(tensor.nbytes for tensor in to_write.values())
+    if jax.process_index() > 0:
+        for name in (tensor.name for shard in shards for tensor in shard.tensors):
+            if name in ours:
+                ours[name].values()
+    else:
+        _write(destination, config_text(config, layout), shards, index, companions, progress)
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(f"written: {destination.name}")
+
+
+def _write(
+    destination: Path,
+    config: str,
+    shards: list[_ShardPlan],
+    index: str | None,
+    companions: str | Path | None,
+    progress: Progress,
+) -> None:
+    nbytes = sum(tensor.nbytes for shard in shards for tensor in shard.tensors)
     with (
         staged_folder(destination, nbytes=nbytes) as folder,
         progress(f"Writing {destination.name}", nbytes) as advance,
     ):
-        (folder / "config.json").write_text(config_text(config, layout), encoding="utf-8")
+        (folder / "config.json").write_text(config, encoding="utf-8")
         if companions is not None:
             copy_companions(Path(companions), folder)
         for shard in shards:
@@ -136,11 +159,8 @@ def _layout_metadata(layout: SourceLayout) -> dict[str, str]:
     return parse_header(Path(file), header, data_start=0)[1]
 
 
-def _tensors_to_write(
-    parameters: Mapping[str, Any],
-    config: ModelConfig,
-    kept: KeptTensors | None,
-    known: Mapping[str, StoredTensor],
+def _tensors_of_parameters(
+    parameters: Mapping[str, Any], config: ModelConfig, known: Mapping[str, StoredTensor]
 ) -> dict[str, TensorToWrite]:
     spelling = spelling_of(known, config, where="the source") if known else default_spelling(config)
     head = f"{spelling.head}lm_head.weight" in known
@@ -160,10 +180,15 @@ def _tensors_to_write(
             tensor.shape,
             lambda tensor=tensor, dtype=dtype: _assemble(tensor, parameters, dtype),
         )
-    for name, tensor in {} if kept is None else kept.tensors.items():
-        if name not in result:
-            result[name] = TensorToWrite(name, tensor.dtype, tensor.shape, tensor.read)
     return result
+
+
+def _tensors_kept(kept: KeptTensors | None, ours: Mapping[str, TensorToWrite]) -> dict[str, TensorToWrite]:
+    return {
+        name: TensorToWrite(name, tensor.dtype, tensor.shape, tensor.read)
+        for name, tensor in ({} if kept is None else kept.tensors).items()
+        if name not in ours
+    }
 
 
 def _assemble(tensor: BoundTensor, parameters: Mapping[str, Any], dtype: np.dtype) -> np.ndarray:
@@ -177,6 +202,9 @@ def _assemble(tensor: BoundTensor, parameters: Mapping[str, Any], dtype: np.dtyp
 
 def _on_host(array: jax.Array | np.ndarray, repeat: int | None) -> np.ndarray:
     """A parameter, or one repeat of a stacked one, without bringing the whole stack over from a device."""
+    if isinstance(array, jax.Array) and not (array.is_fully_addressable or array.is_fully_replicated):
+        part = array if repeat is None else jax.lax.dynamic_index_in_dim(array, repeat, keepdims=False)
+        return multihost_utils.process_allgather(part, tiled=True)
     if repeat is None:
         return np.asarray(array)
     if isinstance(array, jax.Array):

@@ -4,7 +4,8 @@ The tensors that share stacked parameters (one rule of the table, all layers) fo
 parameters are allocated once, every tensor is read straight to its place in them, and they are handed to JAX,
 which on a CPU takes over the memory without a copy. Only where values must be rearranged or cast does a
 tensor (or a piece of one) pass through a buffer. Each byte of a file is read at most once, also when
-parameters are cut over several devices.
+parameters are cut over several devices; of several processes each reads the rows of which it holds a part, and
+the whole of a tensor whose values must be rearranged.
 """
 
 from __future__ import annotations
@@ -272,6 +273,9 @@ def _piecewise(
         holding = [box for box in boxes if box.holds(repeat, start, stop)]
         if not holding:
             return nbytes
+        # Rows before and after all boxes belong to other processes.
+        start = max(start, min(box.starts[1] for box in holding))
+        stop = min(stop, max(box.stops[1] for box in holding))
         first = holding[0]
         direct = (
             len(holding) == 1

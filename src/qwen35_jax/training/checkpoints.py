@@ -3,7 +3,8 @@
 A checkpoint is an Orbax folder named after its step. `state` holds the arrays, each under the path that leads to it in
 `TrainState`; `run` the settings and the position in the data, as JSON. It is written under another name, beside the
 training, and renamed once it is complete: what a killed process leaves behind is no checkpoint, and is removed by the
-next start. Arrays come back onto whatever mesh the new run has.
+next start. Arrays come back onto whatever mesh the new run has, and onto however many processes: each of them writes
+and reads what it holds, in one folder on a disk that they share, and does what is done here when the others do.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from qwen35_jax.errors import CheckpointError
+from qwen35_jax.training.processes import is_first
 from qwen35_jax.training.train_step import TrainState
 
 STATE, RUN = "state", "run"
@@ -52,13 +54,19 @@ class Checkpoints:
 
     def __init__(self, folder: Path, *, keep: int):
         self.folder = folder.absolute()
-        for unfinished in self.folder.glob(f"*{_UNFINISHED}"):
-            shutil.rmtree(unfinished, ignore_errors=True)
+        if is_first():
+            for unfinished in self.folder.glob(f"*{_UNFINISHED}"):
+                shutil.rmtree(unfinished, ignore_errors=True)
         # Where the folder cannot be made, its making in the background is found out about after minutes.
         in_background = ocp.AsyncOptions(create_directories_asynchronously=False)
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, async_options=in_background)
         handlers = {STATE: ocp.StandardCheckpointHandler(), RUN: ocp.JsonCheckpointHandler()}
         self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
+        if not self.folder.is_dir():
+            raise CheckpointError(
+                f"{self.folder} was made by process 0, but is not seen by process {jax.process_index()}: run.output "
+                "has to be on a disk that all processes share"
+            )
 
     def __enter__(self) -> Checkpoints:
         return self

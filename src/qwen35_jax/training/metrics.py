@@ -22,12 +22,14 @@ from typing import Any
 from qwen35_jax.errors import CheckpointError
 
 
-class MetricsFile:
-    """The file of a run, which goes on after the steps of the checkpoint that the run goes on from.
+class Metrics:
+    """The lines of a run, which goes on after the steps of the checkpoint that the run goes on from.
+
+    By itself it writes none: of several processes one does, with a `MetricsFile`, and the others remember.
 
     Args:
-        path: of the file. Lines of later steps are taken out, as these steps are done again, and so is a last line
-            that a killed process left unfinished.
+        path: of the file. Lines of later steps do not count, as these steps are done again, and neither does a last
+            line that a killed process left unfinished.
         after: steps done.
 
     Attributes:
@@ -36,6 +38,20 @@ class MetricsFile:
 
     def __init__(self, path: Path, *, after: int):
         self.lines = [line for line in _read(path) if line["step"] <= after]
+
+    def append(self, line: Mapping[str, Any]) -> None:
+        """Takes a line."""
+        self.lines.append(dict(line))
+
+    def close(self) -> None:
+        """Ends it."""
+
+
+class MetricsFile(Metrics):
+    """The file of a run, rid of the lines that do not count. Arguments and attributes as for `Metrics`."""
+
+    def __init__(self, path: Path, *, after: int):
+        super().__init__(path, after=after)
         whole = path.with_name(path.name + ".partial")
         whole.write_text("".join(map(_text, self.lines)), encoding="utf-8")
         os.replace(whole, path)
@@ -48,7 +64,7 @@ class MetricsFile:
         Raises:
             CheckpointError: it cannot be written whole, since the disk is full, say.
         """
-        self.lines.append(dict(line))
+        super().append(line)
         text = _text(line).encode()
         try:
             written = self._file.write(text)

@@ -4,36 +4,52 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import jax
+import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Int
 
 from qwen35_jax.errors import ConfigError
 from qwen35_jax.logical_axes import MESH_AXES, mesh_axes, shards
 from qwen35_jax.model import Parameters
-from qwen35_jax.training.objective import Batch
 from qwen35_jax.training.train_step import TrainState, init_train_state
+
+
+class TokenBatch(Protocol):
+    """A batch of an objective: a named tuple, of rows of tokens and what belongs to them."""
+
+    @property
+    def tokens(self) -> Int[Array, "*micro_batches batch time"]: ...
+
+
+AnyBatch = TypeVar("AnyBatch", bound=TokenBatch)
 
 
 def make_mesh(sizes: Mapping[str, int]) -> Mesh:
     """The mesh of a run.
 
     Args:
-        sizes: of the axes; without any, all devices are on `fsdp`. Fewer devices than there are may be taken.
+        sizes: of the axes; without any, all devices are on `fsdp`. One process may take fewer devices than it has.
 
     Raises:
-        ConfigError: an axis is unknown, or there are fewer devices.
+        ConfigError: an axis is unknown, there are fewer devices, or several processes have more.
     """
     sizes = dict(sizes) or {"fsdp": jax.device_count()}
     if unknown := sizes.keys() - set(MESH_AXES):
         raise ConfigError(f"run.mesh has the axes {sorted(unknown)}, expected some of {list(MESH_AXES)}")
     count = math.prod(sizes.values())
+    axes = ", ".join(f"{axis} {size}" for axis, size in sizes.items())
     if count > jax.device_count():
-        axes = ", ".join(f"{axis} {size}" for axis, size in sizes.items())
         raise ConfigError(
             f"run.mesh ({axes}) takes {count} devices, found {jax.device_count()}: choose smaller axes"
+        )
+    if count < jax.device_count() and jax.process_count() > 1:
+        raise ConfigError(
+            f"run.mesh ({axes}) takes {count} devices of the {jax.device_count()} that {jax.process_count()} processes "
+            "have, expected all of them: choose larger axes, or start fewer processes"
         )
     return jax.make_mesh(
         tuple(sizes.values()),
@@ -54,10 +70,68 @@ def check_rows(mesh: Mesh, rows: int) -> None:
         )
 
 
-def place_batch(mesh: Mesh, batch: Batch) -> Batch:
-    """A batch of NumPy arrays [micro_batches, rows of this process, time] on the devices of all processes."""
-    cut = NamedSharding(mesh, PartitionSpec(None, mesh_axes(mesh, "batch") or None, None))
-    return jax.tree.map(lambda array: jax.make_array_from_process_local_data(cut, array), batch)
+def check_row_length(mesh: Mesh, row_length: int) -> None:
+    """Raises `ConfigError` where rows cannot be cut evenly over the devices that share them."""
+    parts = shards(mesh, "time")
+    if row_length % parts:
+        raise ConfigError(
+            f"data.row_length is {row_length}, expected a multiple of the {parts} devices along mesh axis "
+            f"{' and '.join(mesh_axes(mesh, 'time'))}"
+        )
+
+
+def held_rows(mesh: Mesh, rows: int) -> Int[np.ndarray, " held"]:
+    """The rows of a micro-batch of which devices of this process hold a part, in order.
+
+    They need not be neighbours, and where a mesh cuts time or weights across processes, several hold the same.
+
+    Args:
+        mesh: of the run.
+        rows: of the micro-batch; `check_rows` has found them good.
+    """
+    blocks = _held_blocks(mesh)
+    return np.arange(rows).reshape(shards(mesh, "batch"), -1)[blocks].reshape(-1)
+
+
+def place_batch(mesh: Mesh, batch: AnyBatch) -> AnyBatch:
+    """A batch on the devices of all processes, its rows cut as the rules say, and its tokens too.
+
+    Args:
+        mesh: of the run.
+        batch: a named tuple of NumPy arrays [micro_batches held ...], with the rows that `held_rows` names, and
+            `tokens` [micro_batches held time] among its fields. Of arrays as long as these, the last axis is time.
+    """
+    blocks = _held_blocks(mesh)
+    time = batch.tokens.shape[-1]
+
+    def place(array: np.ndarray) -> jax.Array:
+        block = array.shape[1] // len(blocks)
+        shape = (array.shape[0], block * shards(mesh, "batch"), *array.shape[2:])
+        over_time = mesh_axes(mesh, "time") if array.shape[-1] == time else ()
+
+        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None  # only asked for devices of this process
+            # Where a device's rows are among those that this process has: whole blocks of them.
+            first, stop, _ = index[1].indices(shape[1])
+            at = block * int(np.searchsorted(blocks, first // block))
+            return array[index[0], at : at + stop - first, index[2]]
+
+        cut = NamedSharding(mesh, PartitionSpec(None, mesh_axes(mesh, "batch") or None, over_time or None))
+        return jax.make_array_from_callback(shape, cut, part)
+
+    return jax.tree.map(place, batch)
+
+
+def _held_blocks(mesh: Mesh) -> Int[np.ndarray, " blocks"]:
+    """Of as many blocks of rows as the rules cut a micro-batch into, those that lie on devices of this process."""
+    parts = shards(mesh, "batch")
+    cut = NamedSharding(mesh, PartitionSpec(mesh_axes(mesh, "batch") or None))
+    starts = [
+        index[0].indices(parts)[0]
+        for index in cut.addressable_devices_indices_map((parts,)).values()
+        if index
+    ]
+    return np.unique(starts)
 
 
 def state_shardings(mesh: Mesh, parameter_shardings: Any, parameters: Parameters, state: Any) -> Any:

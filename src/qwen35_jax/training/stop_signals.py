@@ -9,16 +9,23 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from qwen35_jax.training.processes import largest
+
 
 @dataclasses.dataclass
 class StopRequest:
     """Whether the run is to end.
 
     Attributes:
-        signal: that asked for it; None as long as none did.
+        signal: that asked for it, in this process or as agreed; None as long as none did.
     """
 
     signal: signal.Signals | None = None
+
+    def agree(self) -> None:
+        """Tells a request to all processes, so that they end after the same step. All have to call it after each."""
+        if number := largest(self.signal or 0):
+            self.signal = signal.Signals(number)
 
 
 @contextlib.contextmanager
