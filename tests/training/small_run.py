@@ -38,4 +38,5 @@ def small_run(folder: Path, **sections: dict[str, Any]) -> TrainingSettings:
         "optimizer": {"learning_rate": 0.01, "weight_decay": 0.1, "warmup_steps": 2},
         "run": {"output": str(folder / "run"), "steps": STEPS, "save_every": 2, "seed": 5},
     }
-    return settings_from({name: table | sections.get(name, {}) for name, table in tables.items()})
+    names = [*tables, *(name for name in sections if name not in tables)]
+    return settings_from({name: tables.get(name, {}) | sections.get(name, {}) for name in names})

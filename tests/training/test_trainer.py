@@ -22,9 +22,11 @@ from qwen35_jax.checkpoint import load
 from qwen35_jax.checkpoint.source import convert
 from qwen35_jax.errors import CheckpointError, ConfigError
 from qwen35_jax.inference import GenerationSettings, generate
-from qwen35_jax.training import trainer as trainer_module
+from qwen35_jax.training import preparation
 from qwen35_jax.training.guard import TrainingError
-from qwen35_jax.training.trainer import Outcome, Trainer, Watcher
+from qwen35_jax.training.preparation import prepare
+from qwen35_jax.training.trainer import Outcome, Trainer
+from qwen35_jax.training.watcher import Watcher
 from tests.inference.tiny_model import tiny_model
 from tests.training.small_run import STEPS, small_run, write_model, write_texts
 
@@ -36,11 +38,13 @@ PROGRAM = textwrap.dedent(
     from pathlib import Path
     import jax, numpy as np
     from qwen35_jax.training import trainer
+    from qwen35_jax.training.preparation import prepare
+    from qwen35_jax.training.watcher import Watcher
     from tests.training.small_run import small_run
 
     folder, kind = Path(sys.argv[1]), sys.argv[2]
 
-    class Killed(trainer.Watcher):
+    class Killed(Watcher):
         def line(self, line):
             # The checkpoint of step 4 is being written, or has just been.
             if line["step"] == 5:
@@ -71,7 +75,7 @@ PROGRAM = textwrap.dedent(
         save(self, state, *rest)
 
     trainer.Checkpoints.save = remembered
-    eight = trainer.Trainer(settings("eight", {"data": 2, "fsdp": 4}))._prepare().abstract_state
+    eight = prepare(settings("eight", {"data": 2, "fsdp": 4}), Watcher()).abstract_state
     trainer.Trainer(settings("eight", {"data": 2, "fsdp": 4})).run()
     assert in_memory.keys() == {2, 4, 6}
     # A state that a step returned elsewhere than it was would need another program for the next one.
@@ -83,7 +87,7 @@ PROGRAM = textwrap.dedent(
     shutil.copytree(folder / "four", folder / "one")
     found = {}
     for name, mesh in {"four": {"data": 2, "fsdp": 2}, "one": {"data": 1}}.items():
-        wanted = trainer.Trainer(settings(name, mesh))._prepare().abstract_state
+        wanted = prepare(settings(name, mesh), Watcher()).abstract_state
         with trainer.Checkpoints(folder / name / "checkpoints", keep=9) as checkpoints:
             restored = checkpoints.restore(2, wanted)
         arrays = by_path(restored)
@@ -141,7 +145,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     write_model(folder / "model")
     write_texts(folder / "texts.jsonl")
     write_texts(folder / "few.jsonl", 9)
-    make, made = trainer_module.make_optimizer, {}
+    make, made = preparation.make_optimizer, {}
 
     def made_once(settings: Any, axes: Any, *, steps: int) -> Any:
         if (settings, steps) not in made:
@@ -151,7 +155,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     optimizations_left_out = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer_module, "make_optimizer", made_once)
+        patch.setattr(preparation, "make_optimizer", made_once)
         yield folder
     jax.config.update("jax_disable_most_optimizations", optimizations_left_out)
 
@@ -338,4 +342,4 @@ def test_epochs_are_steps_over_all_rows(folder: Path) -> None:
     settings = small_run(folder)
     run = dataclasses.replace(settings.run, steps=None, epochs=1.5)
     # 22 rows, 8 to a step: 2.75 steps an epoch.
-    assert Trainer(dataclasses.replace(settings, run=run))._prepare().steps == 5
+    assert prepare(dataclasses.replace(settings, run=run), Watcher()).steps == 5

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from qwen35_jax.training.trainer import Watcher
+from qwen35_jax.training.watcher import Watcher
 
 SECONDS_BETWEEN_LINES = 5.0
 

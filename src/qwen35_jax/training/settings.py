@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import math
 import os
 import tomllib
@@ -35,6 +36,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from qwen35_jax.errors import ConfigError
+from qwen35_jax.training.lora import LoRA
 from qwen35_jax.training.objective import Objective
 from qwen35_jax.training.optimizers import OptimizerSettings
 
@@ -137,13 +139,17 @@ class RunSettings:
 
 @dataclasses.dataclass(frozen=True)
 class TrainingSettings:
-    """A run: one attribute for each section of the file."""
+    """A run: one attribute for each section of the file.
+
+    With `[lora]` an adapter is trained and the model stays as it is; without, all parameters are trained.
+    """
 
     data: DataSettings
     run: RunSettings
     model: ModelSettings = dataclasses.field(default_factory=ModelSettings)
     objective: Objective = dataclasses.field(default_factory=Objective)
     optimizer: OptimizerSettings = dataclasses.field(default_factory=OptimizerSettings)
+    lora: LoRA | None = None
 
 
 MAY_DIFFER = frozenset(
@@ -195,15 +201,19 @@ def settings_from(content: Mapping[str, Any]) -> TrainingSettings:
         if not isinstance(table, dict):
             raise ConfigError(f"{name} is {table!r}, expected a section [{name}]")
     return TrainingSettings(
-        **{name: _section(name, kind, content.get(name, {})) for name, kind in kinds.items()}
+        **{
+            name: _section(name, _without_none(kind), content.get(name, {}))
+            for name, kind in kinds.items()
+            if name in content or kind is _without_none(kind)
+        }
     )
 
 
 def as_tables(settings: TrainingSettings) -> dict[str, dict[str, Any]]:
     """The settings as JSON can hold them."""
-    tables = dataclasses.asdict(settings)
+    tables = {name: table for name, table in dataclasses.asdict(settings).items() if table is not None}
     tables["run"]["spike"] = repr(settings.run.spike)  # JSON knows no infinity
-    return tables
+    return json.loads(json.dumps(tables))  # and no tuples
 
 
 def differences(saved: Mapping[str, Mapping[str, Any]], tables: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -246,9 +256,15 @@ def _section(name: str, kind: type, table: Mapping[str, Any]) -> Any:
 
 
 def _converted(value: Any, kind: Any) -> Any:
-    if typing.get_origin(kind) is tuple:
+    if isinstance(value, list):
         return tuple(value)
     return float(value) if float in (kind, *typing.get_args(kind)) else value
+
+
+def _without_none(kind: Any) -> Any:
+    """The other option of an attribute that may be None; any other type as it is."""
+    options = [option for option in typing.get_args(kind) if option is not type(None)]
+    return options[0] if typing.get_origin(kind) is types.UnionType and len(options) == 1 else kind
 
 
 def _expected(name: str, known: Mapping[str, Any]) -> str:
@@ -261,7 +277,7 @@ def _is_a(value: Any, kind: Any) -> bool:
     options = typing.get_args(kind)
     if typing.get_origin(kind) is Literal:
         return isinstance(value, str) and value in options
-    if typing.get_origin(kind) is types.UnionType:
+    if typing.get_origin(kind) in (types.UnionType, typing.Union):
         return any(_is_a(value, option) for option in options)
     if typing.get_origin(kind) is dict:
         return isinstance(value, dict) and all(_is_a(entry, options[1]) for entry in value.values())
@@ -275,8 +291,8 @@ def _is_a(value: Any, kind: Any) -> bool:
 def _described(kind: Any) -> str:
     if typing.get_origin(kind) is Literal:
         return "one of " + ", ".join(typing.get_args(kind))
-    if typing.get_origin(kind) is types.UnionType:
-        return _described(typing.get_args(kind)[0])
+    if typing.get_origin(kind) in (types.UnionType, typing.Union):
+        return " or ".join(_described(option) for option in typing.get_args(kind) if option is not type(None))
     if typing.get_origin(kind) is dict:
         return "a table of whole numbers"
     if typing.get_origin(kind) is tuple:

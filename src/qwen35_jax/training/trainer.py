@@ -1,13 +1,13 @@
 """A training run from its settings to a checkpoint in Hugging Face layout. Needs the `train` extra.
 
 The folder of a run holds `checkpoints`, with which the next start goes on, `metrics.jsonl`, see
-`qwen35_jax.training.metrics`, and at the end `model`, which is written in one piece, and `loss.png`.
+`qwen35_jax.training.metrics`, and at the end `model`, where an adapter was trained also `adapter`, each of which is
+written in one piece, and `loss.png`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import signal
 import time
@@ -17,58 +17,39 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
-from flax import nnx
-from jax.sharding import Mesh
 
-from qwen35_jax.checkpoint.export import export_hf
-from qwen35_jax.checkpoint.hf import KeptTensors, load_hf
-from qwen35_jax.checkpoint.model_name import find_model
 from qwen35_jax.checkpoint.parameter_tree import dotted
 from qwen35_jax.checkpoint.progress import Progress, quiet
-from qwen35_jax.checkpoint.source import LoadedModel, is_orbax_folder
+from qwen35_jax.checkpoint.source import LoadedModel
 from qwen35_jax.checkpoint.staging import check_destination
-from qwen35_jax.config import ModelConfig
-from qwen35_jax.errors import CheckpointError, ConfigError, PromptError
-from qwen35_jax.inference.settings import GenerationSettings
-from qwen35_jax.model import Parameters, abstract_model
-from qwen35_jax.sharding import parameter_axes, shardings
-from qwen35_jax.training.batches import Batches, single_pass
+from qwen35_jax.errors import CheckpointError, ConfigError
+from qwen35_jax.model import Parameters
+from qwen35_jax.training.batches import single_pass
 from qwen35_jax.training.checkpoints import Checkpoints, Saved
 from qwen35_jax.training.evaluation import evaluate
 from qwen35_jax.training.guard import Guard
 from qwen35_jax.training.loss_curve import draw_loss_curve
 from qwen35_jax.training.metrics import MetricsFile, memory_bytes
 from qwen35_jax.training.objective import Batch
-from qwen35_jax.training.optimizers import make_optimizer, schedule
-from qwen35_jax.training.packed_files import packed_file
+from qwen35_jax.training.optimizers import schedule
 from qwen35_jax.training.packing import PackedRows
-from qwen35_jax.training.placement import (
-    abstract_train_state,
-    check_rows,
-    make_mesh,
-    place_batch,
-    place_train_state,
-)
-from qwen35_jax.training.samples import encode_questions, sampled_answers
+from qwen35_jax.training.placement import place_batch
+from qwen35_jax.training.preparation import PreparedRun, prepare
+from qwen35_jax.training.samples import sampled_answers
 from qwen35_jax.training.settings import TrainingSettings, as_tables, differences
+from qwen35_jax.training.starting_model import (
+    ADAPTER,
+    MODEL,
+    StartingModel,
+    export_trained,
+    first_state,
+    load_starting_model,
+)
 from qwen35_jax.training.stop_signals import StopRequest, stop_signals
 from qwen35_jax.training.train_step import StepReport, TrainState, train_step
+from qwen35_jax.training.watcher import Watcher
 
-CHECKPOINTS, METRICS, MODEL, CURVE = "checkpoints", "metrics.jsonl", "model", "loss.png"
-
-
-class Watcher:
-    """Is told what a run does; this one does nothing with it."""
-
-    def started(self, *, done: int, steps: int) -> None:
-        """The steps begin: so many of them are done already."""
-
-    def line(self, line: dict[str, Any]) -> None:
-        """A step, an evaluation or answers, as `metrics.jsonl` has them."""
-
-    def note(self, text: str) -> None:
-        """A line for people."""
+CHECKPOINTS, METRICS, CURVE = "checkpoints", "metrics.jsonl", "loss.png"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,24 +73,6 @@ class Outcome:
     stopped_by: signal.Signals | None
 
 
-@dataclasses.dataclass(frozen=True)
-class _Prepared:
-    """A run whose settings, files and mesh have been found good, before anything slow."""
-
-    folder: Path
-    config: ModelConfig
-    mesh: Mesh
-    batches: Batches
-    evaluation_rows: PackedRows | None
-    questions: list[list[int]]
-    rows: int
-    steps: int
-    graphdef: nnx.GraphDef
-    optimizer: optax.GradientTransformation
-    parameter_shardings: Any
-    abstract_state: TrainState
-
-
 class Trainer:
     """Fine-tunes a model.
 
@@ -125,7 +88,6 @@ class Trainer:
         self.settings = settings
         self._watcher = watcher or Watcher()
         self._progress = progress
-        self._answering = GenerationSettings(max_new_tokens=settings.run.answer_tokens)
 
     def run(self) -> Outcome:
         """Trains from the last checkpoint in the output folder, or from the model, to the end or to a signal.
@@ -142,7 +104,7 @@ class Trainer:
         """
         output = Path(self.settings.run.output).expanduser()
         _check_writable(output)
-        prepared = self._prepare()
+        prepared = prepare(self.settings, self._watcher)
         tables = as_tables(self.settings)
         with Checkpoints(output / CHECKPOINTS, keep=self.settings.run.keep) as checkpoints:
             saved = checkpoints.latest()
@@ -151,126 +113,44 @@ class Trainer:
                 prepared.batches.set_state(saved.position)
             began_at = 0 if saved is None else saved.step
             if began_at < prepared.steps:
-                check_destination(output / MODEL)
+                for name in (MODEL, ADAPTER):
+                    check_destination(output / name)
             with jax.set_mesh(prepared.mesh), stop_signals() as stop:
-                state, kept = self._start(prepared, checkpoints, saved)
+                state, start = self._start(prepared, checkpoints, saved)
                 metrics = MetricsFile(output / METRICS, after=began_at)
                 try:
                     self._watcher.started(done=began_at, steps=prepared.steps)
-                    state, last, evaluation = self._steps(prepared, state, metrics, checkpoints, tables, stop)
+                    state, last, evaluation = self._steps(
+                        prepared, state, start.frozen, metrics, checkpoints, tables, stop
+                    )
                 finally:
                     metrics.close()
                 checkpoints.wait()
             steps = int(state.step)
             model = None
             if steps >= prepared.steps:
-                model = self._export(prepared, state.parameters, kept, output / MODEL)
+                model = export_trained(prepared, state.parameters, start, output, self._progress)
                 if not draw_loss_curve(metrics.lines, output / CURVE):
                     self._watcher.note(f"no {CURVE}, since matplotlib is not installed")
         return Outcome(steps, began_at, last, evaluation, model, None if model else stop.signal)
 
-    def _prepare(self) -> _Prepared:
-        settings = self.settings
-        data = settings.data
-        if jax.process_count() > 1:
-            raise ConfigError(
-                f"training runs in one process so far, found {jax.process_count()}: use the devices of one machine"
-            )
-        folder = find_model(settings.model.source)
-        config = ModelConfig.from_hf(folder)
-        if data.row_length > config.text.max_context:
-            raise ConfigError(
-                f"data.row_length is {data.row_length}, expected at most {config.text.max_context}, the context of the "
-                "model"
-            )
-        mtp = settings.objective.mtp_weight > 0
-        if mtp and not config.text.mtp_num_hidden_layers:
-            raise ConfigError(
-                f"objective.mtp_weight is {settings.objective.mtp_weight}, but '{settings.model.source}' has no "
-                "multi-token-prediction head: leave it out"
-            )
-        mesh = make_mesh(settings.run.mesh)
-        rows = data.rows_per_step // data.micro_batches
-        check_rows(mesh, rows)
-        graphdef, shapes = abstract_model(
-            config, parameter_dtype="float32", dtype=settings.model.dtype, mtp=mtp
-        )
-        axes = parameter_axes(graphdef, shapes)
-        cuts = shardings(mesh, axes, shapes)
-        packed = self._rows("train", data.train, folder, config)
-        evaluation = (
-            None if data.evaluation is None else self._rows("evaluation", data.evaluation, folder, config)
-        )
-        questions = self._questions(folder, config)
-        batches = Batches(packed, micro_batches=data.micro_batches, rows=rows, seed=data.seed)
-        steps = settings.run.steps or math.ceil((settings.run.epochs or 0) * batches.steps_per_epoch)
-        optimizer = make_optimizer(settings.optimizer, axes, steps=steps)
-        return _Prepared(
-            folder,
-            config,
-            mesh,
-            batches,
-            evaluation,
-            questions,
-            rows,
-            steps,
-            graphdef,
-            optimizer,
-            cuts,
-            abstract_train_state(mesh, cuts, shapes, optimizer, seed=settings.run.seed),
-        )
-
-    def _rows(self, name: str, file: str, folder: Path, config: ModelConfig) -> PackedRows:
-        data = self.settings.data
-        packed, summary = packed_file(
-            file,
-            folder,
-            row_length=data.row_length,
-            too_long=data.too_long,
-            pad_id=config.text.pad_token_id or 0,
-        )
-        self._watcher.note(
-            f"{name} data: {summary}; {len(packed):,} rows of {data.row_length:,} tokens, {packed.padding:.0%} padding"
-        )
-        return packed
-
-    def _questions(self, folder: Path, config: ModelConfig) -> list[list[int]]:
-        if not self.settings.run.questions:
-            return []
-        try:
-            return encode_questions(self.settings.run.questions, folder, config, self._answering)
-        except PromptError as error:
-            raise ConfigError(f"run.questions: {error}") from error
-
     def _start(
-        self, prepared: _Prepared, checkpoints: Checkpoints, saved: Saved | None
-    ) -> tuple[TrainState, KeptTensors | None]:
-        """The state to go on from, and the tensors of the model that have no part in the training."""
-        options: dict[str, Any] = {
-            "parameter_dtype": "float32",
-            "mtp": self.settings.objective.mtp_weight > 0,
-            "shardings": prepared.parameter_shardings,
-            "progress": self._progress,
-        }
-        if is_orbax_folder(prepared.folder):
-            from qwen35_jax.checkpoint.orbax import load_orbax
-
-            _, parameters, kept = load_orbax(prepared.folder, **options)
-        else:
-            _, parameters, kept = load_hf(prepared.folder, **options)
-        if saved is not None:
-            del parameters  # the checkpoint's take their place
-            self._watcher.note(f"going on after step {saved.step:,} of {prepared.steps:,}")
-            return checkpoints.restore(saved.step, prepared.abstract_state), kept
-        state = place_train_state(
-            parameters, prepared.optimizer, prepared.abstract_state, seed=self.settings.run.seed
-        )
-        return state, kept
+        self, prepared: PreparedRun, checkpoints: Checkpoints, saved: Saved | None
+    ) -> tuple[TrainState, StartingModel]:
+        """The state to go on from, and the model that the run began with."""
+        start = load_starting_model(prepared, self.settings, self._progress)
+        parameters, start = start.parameters, start._replace(parameters=None)
+        if saved is None:
+            return first_state(prepared, self.settings, parameters), start
+        del parameters  # the checkpoint's take their place
+        self._watcher.note(f"going on after step {saved.step:,} of {prepared.steps:,}")
+        return checkpoints.restore(saved.step, prepared.abstract_state), start
 
     def _steps(
         self,
-        prepared: _Prepared,
+        prepared: PreparedRun,
         state: TrainState,
+        frozen: Parameters | None,
         metrics: MetricsFile,
         checkpoints: Checkpoints,
         tables: dict[str, Any],
@@ -295,6 +175,8 @@ class Trainer:
                 self.settings.objective,
                 state,
                 place_batch(prepared.mesh, batch),
+                frozen,
+                parameters_of=prepared.part.parameters_of,
             )
             report = jax.device_get(report)
             guard.check(step, float(report.measures.cross_entropy), report.finite.tolist())
@@ -304,14 +186,13 @@ class Trainer:
             self._watcher.line(last)
             ends = step == prepared.steps or stop.signal is not None
             if step == prepared.steps or (run.evaluate_every and step % run.evaluate_every == 0):
+                parameters = prepared.part.parameters_of(state.parameters, frozen, None)
                 if prepared.evaluation_rows is not None:
-                    evaluation = self._evaluation_line(
-                        step, prepared, prepared.evaluation_rows, state.parameters
-                    )
+                    evaluation = self._evaluation_line(step, prepared, prepared.evaluation_rows, parameters)
                     metrics.append(evaluation)
                     self._watcher.line(evaluation)
                 if prepared.questions:
-                    answers = self._answers_line(step, prepared, state.parameters)
+                    answers = self._answers_line(step, prepared, parameters)
                     metrics.append(answers)
                     self._watcher.line(answers)
             if ends or step % run.save_every == 0:
@@ -338,7 +219,7 @@ class Trainer:
         }
 
     def _evaluation_line(
-        self, step: int, prepared: _Prepared, rows: PackedRows, parameters: Parameters
+        self, step: int, prepared: PreparedRun, rows: PackedRows, parameters: Parameters
     ) -> dict[str, Any]:
         begun = time.perf_counter()
         batches: Iterator[Batch] = (
@@ -353,29 +234,14 @@ class Trainer:
             "seconds": time.perf_counter() - begun,
         }
 
-    def _answers_line(self, step: int, prepared: _Prepared, parameters: Parameters) -> dict[str, Any]:
+    def _answers_line(self, step: int, prepared: PreparedRun, parameters: Parameters) -> dict[str, Any]:
         model = LoadedModel(prepared.config, prepared.graphdef, parameters, prepared.folder)
-        answers = sampled_answers(model, prepared.questions, self._answering)
+        answers = sampled_answers(model, prepared.questions, prepared.answering)
         pairs = zip(self.settings.run.questions, answers, strict=True)
         return {
             "step": step,
             "answers": [{"question": question, "answer": answer} for question, answer in pairs],
         }
-
-    def _export(
-        self, prepared: _Prepared, parameters: Parameters, kept: KeptTensors | None, destination: Path
-    ) -> Path:
-        """Writes the trained model, unless an earlier start has done so already."""
-        if not destination.exists():
-            export_hf(
-                parameters,
-                prepared.config,
-                destination,
-                kept=kept,
-                companions=prepared.folder,
-                progress=self._progress,
-            )
-        return destination
 
 
 def _check_writable(output: Path) -> None:
