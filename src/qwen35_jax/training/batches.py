@@ -2,60 +2,71 @@
 
 Grain gives the order of the rows: shuffled by seed and epoch, epochs after each other without end, so that a step at
 the end of one takes what it lacks from the next. The order belongs to the run, not to a process. A step's rows are the
-same on any number of processes, and each makes only those that it holds, which are neighbours along the batch axis as
-`jax.make_array_from_process_local_data` takes them.
+same on any number of processes, and each makes only those that it holds, which the mesh decides, see
+`qwen35_jax.training.placement.held_rows`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import grain
 import numpy as np
 from jaxtyping import Int
 
 from qwen35_jax.errors import ConfigError
-from qwen35_jax.training.objective import Batch
-from qwen35_jax.training.packing import PackedRows
+from qwen35_jax.training.packing import NO_ROW
 from qwen35_jax.training.records import DataError
 
-NO_ROW = -1
-"""Index of a row of padding."""
+AnyBatch = TypeVar("AnyBatch", covariant=True)
 
 
-class Batches(Iterator[Batch]):
+class Rows(Protocol[AnyBatch]):
+    """The rows of a data set, as `PackedRows` has them."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, indices: Int[np.ndarray, "micro_batches rows"]) -> AnyBatch:
+        """Rows by their indices, where `NO_ROW` stands for one of padding, as NumPy arrays [micro_batches rows ...]."""
+        ...
+
+    def fingerprint(self) -> str:
+        """A text that is the same only for the same rows."""
+        ...
+
+
+class Batches(Iterator[AnyBatch], Generic[AnyBatch]):
     """The steps of a run, without end, for one process.
 
-    Each is a `Batch` of NumPy arrays [micro_batches, rows of this process, time].
+    Each is a batch of NumPy arrays [micro_batches, rows of this process, ...].
 
     Args:
         packed: all rows of the data set; the same on every process.
         micro_batches: of a step.
         rows: of a micro-batch, those of all processes together.
         seed: of the order, from 0 to 2**32 - 1.
-        process_index: this process.
-        process_count: of all.
+        held: indices of those rows of a micro-batch that this process holds; all of them by default.
 
     Attributes:
         steps_per_epoch: steps in which every row is given once; seldom a whole number.
 
     Raises:
-        ConfigError: a number is out of range, or the rows cannot be shared evenly.
+        ConfigError: a number is out of range.
         DataError: there are no rows.
     """
 
     def __init__(
         self,
-        packed: PackedRows,
+        packed: Rows[AnyBatch],
         *,
         micro_batches: int,
         rows: int,
         seed: int,
-        process_index: int = 0,
-        process_count: int = 1,
+        held: Int[np.ndarray, " held"] | None = None,
     ):
-        _check(packed, micro_batches, rows, process_index, process_count)
+        _check(packed, micro_batches, rows)
+        own_rows = slice(None) if held is None else held
         if not 0 <= seed < 2**32:
             raise ConfigError(f"seed is {seed}, expected a number from 0 to 2**32 - 1")
         rows_per_step = micro_batches * rows
@@ -63,15 +74,14 @@ class Batches(Iterator[Batch]):
         # What the order depends on, and so a position in it: not processes, nor how a step is cut into micro-batches.
         self._order = {"data": packed.fingerprint(), "seed": seed, "rows_per_step": rows_per_step}
 
-        def own(indices: Int[np.ndarray, " rows_per_step"]) -> Batch:
-            shared = indices.reshape(micro_batches, process_count, rows // process_count)
-            return _batch(packed, shared[:, process_index])
+        def own(indices: Int[np.ndarray, " rows_per_step"]) -> AnyBatch:
+            return packed.batch(indices.reshape(micro_batches, rows)[:, own_rows])
 
         steps = grain.MapDataset.range(len(packed)).shuffle(seed=seed).repeat().batch(rows_per_step).map(own)
         # A step is made in milliseconds, so one thread keeps ahead of the device; each step held takes memory.
         self._steps = iter(steps.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)))
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> AnyBatch:
         return next(self._steps)
 
     def get_state(self) -> dict[str, Any]:
@@ -95,36 +105,23 @@ class Batches(Iterator[Batch]):
 
 
 def single_pass(
-    packed: PackedRows, *, micro_batches: int, rows: int, process_index: int = 0, process_count: int = 1
-) -> Iterator[Batch]:
+    packed: Rows[AnyBatch], *, micro_batches: int, rows: int, held: Int[np.ndarray, " held"] | None = None
+) -> Iterator[AnyBatch]:
     """Every row once and in order, as an evaluation goes through them; the last batch is filled up with padding.
 
     Arguments and errors as for `Batches`. All processes get the same number of batches.
     """
-    _check(packed, micro_batches, rows, process_index, process_count)
+    _check(packed, micro_batches, rows)
     rows_per_step = micro_batches * rows
     indices = np.arange(-(-len(packed) // rows_per_step) * rows_per_step)
     indices[len(packed) :] = NO_ROW
-    shared = indices.reshape(-1, micro_batches, process_count, rows // process_count)
-    return (_batch(packed, each) for each in shared[:, :, process_index])
+    own_rows = slice(None) if held is None else held
+    return (packed.batch(each[:, own_rows]) for each in indices.reshape(-1, micro_batches, rows))
 
 
-def _batch(packed: PackedRows, indices: Int[np.ndarray, "micro_batches rows"]) -> Batch:
-    made = [packed.empty if index == NO_ROW else packed[index] for index in indices.flat]
-    # Any, since the fields are declared for the device's arrays, which these become where they are put on one.
-    fields: list[Any] = [np.stack(field).reshape(*indices.shape, -1) for field in zip(*made, strict=True)]
-    return Batch(*fields)
-
-
-def _check(packed: PackedRows, micro_batches: int, rows: int, process_index: int, process_count: int) -> None:
+def _check(packed: Rows[Any], micro_batches: int, rows: int) -> None:
     if not len(packed):
         raise DataError("there are no rows to make batches of")
-    for name, value in (("micro_batches", micro_batches), ("rows", rows), ("process_count", process_count)):
+    for name, value in (("micro_batches", micro_batches), ("rows", rows)):
         if value < 1:
             raise ConfigError(f"{name} is {value}, expected at least 1")
-    if rows % process_count:
-        raise ConfigError(
-            f"rows is {rows}, and {process_count} processes cannot share that evenly: take a multiple of their number"
-        )
-    if not 0 <= process_index < process_count:
-        raise ConfigError(f"process_index is {process_index}, expected 0 to {process_count - 1}")

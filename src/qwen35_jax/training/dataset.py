@@ -25,7 +25,7 @@ from qwen35_jax.inference.chat.answer_parser import END_OF_THINK
 from qwen35_jax.inference.tokenizer import Tokenizer
 from qwen35_jax.training.chat_spans import ChatDocuments
 from qwen35_jax.training.document import Document
-from qwen35_jax.training.records import Chat, Completion, DataError, Record
+from qwen35_jax.training.records import Chat, Completion, DataError, Record, Text
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -45,10 +45,14 @@ class Tally:
     count: int = 0
     first: str = ""
 
-    def add(self, record: Record) -> None:
+    def add(self, record: Record[Any]) -> None:
         """Counts one more."""
         self.first = self.first or record.place
         self.count += 1
+
+    def told(self, reason: str) -> str:
+        """What follows in a line for people: nothing where there is none."""
+        return f"; {self.count:,} {reason} (first: {self.first})" if self.count else ""
 
 
 @dataclasses.dataclass
@@ -78,16 +82,13 @@ class Summary:
     def __str__(self) -> str:
         """One line for people."""
         learned = f"{self.trained_tokens:,} of {self.tokens:,} tokens trained"
-        parts = [f"{self.documents:,} of {self.records:,} records, {learned}"]
-        for tally, reason in (
-            (self.dropped, "dropped as longer than the context"),
-            (self.cut, "cut to the context"),
-            (self.empty_answers, "skipped for an empty answer"),
-            (self.untrained, "skipped with nothing to train"),
-        ):
-            if tally.count:
-                parts.append(f"{tally.count:,} {reason} (first: {tally.first})")
-        return "; ".join(parts)
+        reasons = (
+            self.dropped.told("dropped as longer than the context"),
+            self.cut.told("cut to the context"),
+            self.empty_answers.told("skipped for an empty answer"),
+            self.untrained.told("skipped with nothing to train"),
+        )
+        return "".join((f"{self.documents:,} of {self.records:,} records, {learned}", *reasons))
 
 
 class Dataset(NamedTuple):
@@ -98,7 +99,7 @@ class Dataset(NamedTuple):
 
 
 def make_dataset(
-    records: Iterable[Record],
+    records: Iterable[Record[Chat | Completion | Text]],
     tokenizer: Tokenizer,
     chats: ChatDocuments | None,
     *,
@@ -131,7 +132,7 @@ def make_dataset(
         if _has_empty_answer(record):
             summary.empty_answers.add(record)
             continue
-        document = _document(record, tokenizer, chats)
+        document = make_document(record, tokenizer, chats)
         if len(document.tokens) > context:
             if too_long == "drop":
                 summary.dropped.add(record)
@@ -151,7 +152,14 @@ def make_dataset(
     return Dataset(documents, summary)
 
 
-def _document(record: Record, tokenizer: Tokenizer, chats: ChatDocuments | None) -> Document:
+def make_document(
+    record: Record[Chat | Completion | Text], tokenizer: Tokenizer, chats: ChatDocuments | None
+) -> Document:
+    """The document of one record; arguments as for `make_dataset`.
+
+    Raises:
+        DataError: a chat cannot be rendered, or a text not be ended; names the line.
+    """
     content = record.content
     try:
         if isinstance(content, Chat):
@@ -181,14 +189,14 @@ def _stop_token(tokenizer: Tokenizer) -> int:
     return stop
 
 
-def _has_empty_answer(record: Record) -> bool:
+def _has_empty_answer(record: Record[Chat | Completion | Text]) -> bool:
     content = record.content
     if isinstance(content, Completion):
         return not content.completion.strip()
-    return isinstance(content, Chat) and any(map(_is_empty_answer, content.messages))
+    return isinstance(content, Chat) and any(map(is_empty_answer, content.messages))
 
 
-def _is_empty_answer(message: dict[str, Any]) -> bool:
+def is_empty_answer(message: dict[str, Any]) -> bool:
     """Whether an assistant's message says nothing; thoughts alone, which no answer follows, count as nothing."""
     content = message["content"].rpartition(END_OF_THINK)[2]
     return message["role"] == "assistant" and not content.strip() and not message.get("tool_calls")

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from qwen35_jax.errors import ConfigError
 from qwen35_jax.model import Parameters
+from qwen35_jax.nn.rematerialization import Rematerialize
 from qwen35_jax.nn.text_model import TextModel
 from qwen35_jax.ops.segments import is_real
 from qwen35_jax.training.cross_entropy import TokenSums, cross_entropy
@@ -71,12 +72,12 @@ class Objective:
     Attributes:
         mtp_weight: of the multi-token-prediction head's loss beside the main one; 0 leaves the head out.
         z_loss: see `cross_entropy`.
-        rematerialize: see `Decoder`.
+        rematerialize: what the backward pass computes again.
     """
 
     mtp_weight: float = 0.0
     z_loss: float = 0.0
-    rematerialize: bool = True
+    rematerialize: Rematerialize = "all"
 
     def __post_init__(self) -> None:
         for name in ("mtp_weight", "z_loss"):
@@ -84,10 +85,20 @@ class Objective:
             if not 0 <= value < float("inf"):
                 raise ConfigError(f"{name} is {value!r}, expected a number of at least 0")
 
+    def totals_of(self, batch: Batch) -> Totals:
+        """`totals_of`, as a step asks for it."""
+        return totals_of(batch)
+
+    def loss(
+        self, parameters: Parameters, graphdef: nnx.GraphDef, batch: Batch, totals: Totals
+    ) -> tuple[Float[Array, ""], Measures]:
+        """`batch_loss`, as a step asks for it."""
+        return batch_loss(parameters, graphdef, batch, totals, self)
+
 
 def totals_of(batch: Batch) -> Totals:
     """The totals of a step whose batch this is, with all its micro-batches."""
-    return Totals(*(_targets(batch, ahead)[1].sum() for ahead in (1, 2)))
+    return Totals(*(targets_of(batch, ahead)[1].sum() for ahead in (1, 2)))
 
 
 def batch_loss(
@@ -128,11 +139,11 @@ def batch_loss(
 def _sums(
     model: TextModel, hidden: Float[Array, "batch time embed"], batch: Batch, ahead: int, objective: Objective
 ) -> TokenSums:
-    targets, weights = _targets(batch, ahead)
+    targets, weights = targets_of(batch, ahead)
     return cross_entropy(hidden, model.head_weight, targets, weights, z_loss=objective.z_loss)
 
 
-def _targets(
+def targets_of(
     batch: Batch, ahead: int
 ) -> tuple[Int[Array, "*micro_batches batch time"], Float[Array, "*micro_batches batch time"]]:
     """The token so many ahead of each, and its weight: 0 where that is in no or another document."""

@@ -1,5 +1,7 @@
 """Documents side by side in rows of one length, so that little of a batch is padding.
 
+Documents that belong together, as the two answers of a preference, share a row and stand next to each other in it.
+
 Documents are taken in windows, and those of a window placed from the longest to the shortest, each into the row that
 it leaves the least room in, a new one if it fits into none (best-fit decreasing, whose rows are at most 11/9 of the
 fewest possible, and one more; D. S. Johnson, "Near-optimal bin packing algorithms", 1973). No document is split. The
@@ -10,16 +12,21 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import hashlib
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from qwen35_jax.training.document import Document
+from qwen35_jax.training.objective import Batch
 from qwen35_jax.training.records import DataError
+
+NO_ROW = -1
+"""Index of a row of padding."""
 
 WINDOW = 4096
 """Documents that are placed together; the search takes time that grows with it."""
@@ -84,22 +91,33 @@ class PackedRows:
         row_length: tokens of a row.
         pad_id: token that fills rows up. It may be a token of the text as well: what is padding is told by
             `segment_ids` alone, never by an id.
+        together: so many documents at a time, one after the other, share a row.
+        rows: indices of the documents of each row, in the order in which they stand there.
     """
 
     documents: Sequence[Document]
     row_length: int
     pad_id: int = 0
-    _rows: list[list[int]] = dataclasses.field(init=False, repr=False)
+    together: int = 1
+    rows: Sequence[Sequence[int]] = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        lengths = [len(document.tokens) for document in self.documents]
-        object.__setattr__(self, "_rows", pack(lengths, self.row_length))
+        lengths = np.array([len(document.tokens) for document in self.documents], np.int64)
+        rows = pack(lengths.reshape(-1, self.together).sum(axis=1).tolist(), self.row_length)
+        object.__setattr__(self, "rows", [[one for each in row for one in self._group(each)] for row in rows])
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.rows)
 
     def __getitem__(self, index: int) -> Row:
-        return self._row([self.documents[each] for each in self._rows[index]])
+        return self._row([self.documents[each] for each in self.rows[index]])
+
+    def batch(self, indices: Int[np.ndarray, "micro_batches rows"]) -> Batch:
+        """Rows by their indices, where `NO_ROW` stands for one of padding. Arrays are of NumPy."""
+        made = [self._row([]) if index == NO_ROW else self[index] for index in indices.flat]
+        # Any, since the fields are declared for the device's arrays, which these become where they are put on one.
+        fields: list[Any] = [np.stack(field).reshape(*indices.shape, -1) for field in zip(*made, strict=True)]
+        return Batch(*fields)
 
     @property
     def padding(self) -> float:
@@ -107,17 +125,20 @@ class PackedRows:
         tokens = sum(len(document.tokens) for document in self.documents)
         return 1 - tokens / (len(self) * self.row_length) if len(self) else 0.0
 
-    @property
-    def empty(self) -> Row:
-        """A row of padding."""
-        return self._row([])
+    @functools.cached_property
+    def most_documents(self) -> int:
+        """Documents in the row that has the most of them."""
+        return max(map(len, self.rows), default=0)
 
     def fingerprint(self) -> str:
         """A text that is the same only for the same rows."""
-        digest = hashlib.sha256(f"{self.row_length} {self.pad_id} {self._rows}".encode())
+        digest = hashlib.sha256(f"{self.row_length} {self.pad_id} {self.rows}".encode())
         for document in self.documents:
             digest.update(document.tokens.tobytes() + document.trained.tobytes())
         return digest.hexdigest()[:16]
+
+    def _group(self, index: int) -> range:
+        return range(index * self.together, (index + 1) * self.together)
 
     def _row(self, documents: Sequence[Document]) -> Row:
         row = Row(

@@ -15,9 +15,9 @@ from __future__ import annotations
 import json
 import os
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from qwen35_jax.errors import Qwen35Error
 from qwen35_jax.inference.chat.marks import texts
@@ -53,7 +53,10 @@ class Text(NamedTuple):
     text: str
 
 
-class Record(NamedTuple):
+Content = TypeVar("Content")
+
+
+class Record(NamedTuple, Generic[Content]):
     """What a line says.
 
     Attributes:
@@ -62,24 +65,52 @@ class Record(NamedTuple):
     """
 
     place: str
-    content: Chat | Completion | Text
+    content: Content
 
 
-def read_records(path: str | os.PathLike[str]) -> list[Record]:
+ContentOf = Callable[[str, dict[str, Any]], Content]
+"""Makes of the place and the object of a line what it says, or raises `DataError`."""
+
+
+def read_records(path: str | os.PathLike[str]) -> list[Record[Chat | Completion | Text]]:
     """All records of a JSONL file, in order.
 
     Raises:
         DataError: the file cannot be read or holds no record, or a line is not UTF-8, no JSON object, of none of the
             forms, or malformed in a field; names the line.
     """
+    return read_lines(path, _content, FORMS)
+
+
+def read_lines(
+    path: str | os.PathLike[str], content_of: ContentOf[Content], forms: str
+) -> list[Record[Content]]:
+    """All records of a JSONL file of any forms, in order.
+
+    Args:
+        path: of the file.
+        content_of: reads an object.
+        forms: the fields of such objects, for messages.
+
+    Raises:
+        DataError: as `read_records`.
+    """
     try:
         with Path(path).open("rb") as file:
-            records = [_record(f"{path}, line {number}", line) for number, line in _lines(file)]
+            records = [
+                _record(f"{path}, line {number}", line, content_of, forms) for number, line in _lines(file)
+            ]
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
     if not records:
-        raise DataError(f"{path} holds no record, expected lines of JSON with {FORMS}")
+        raise DataError(f"{path} holds no record, expected lines of JSON with {forms}")
     return records
+
+
+def no_form(place: str, content: dict[str, Any], forms: str) -> DataError:
+    """The complaint about a line that has not the fields of any form."""
+    found = ", ".join(_REPR.repr(key) for key in list(content)[:8]) or "none"
+    return DataError(f"{place} has the fields {found}, expected {forms}")
 
 
 def _lines(file: Any) -> Iterator[tuple[int, bytes]]:
@@ -91,7 +122,7 @@ def _lines(file: Any) -> Iterator[tuple[int, bytes]]:
             yield number, line
 
 
-def _record(place: str, line: bytes) -> Record:
+def _record(place: str, line: bytes, content_of: ContentOf[Content], forms: str) -> Record[Content]:
     try:
         content = json.loads(line.decode(), parse_constant=_no_constant)
     except UnicodeDecodeError as error:
@@ -102,13 +133,13 @@ def _record(place: str, line: bytes) -> Record:
     except (ValueError, RecursionError) as error:
         start = _REPR.repr(line.decode(errors="replace").strip())
         raise DataError(
-            f"{place} is no JSON: {error}; found {start}, expected an object with {FORMS}"
+            f"{place} is no JSON: {error}; found {start}, expected an object with {forms}"
         ) from error
     if not isinstance(content, dict):
-        raise DataError(f"{place} is {_REPR.repr(content)}, expected a JSON object with {FORMS}")
+        raise DataError(f"{place} is {_REPR.repr(content)}, expected a JSON object with {forms}")
     if b"\\u" in line:
         _check_surrogates(place, content)
-    return Record(place, _content(place, content))
+    return Record(place, content_of(place, content))
 
 
 def _content(place: str, content: dict[str, Any]) -> Chat | Completion | Text:
@@ -125,8 +156,7 @@ def _content(place: str, content: dict[str, Any]) -> Chat | Completion | Text:
         return Completion(*(_text(place, content, field) for field in ("prompt", "completion")))
     if "text" in content:
         return Text(_text(place, content, "text"))
-    found = ", ".join(_REPR.repr(key) for key in list(content)[:8]) or "none"
-    raise DataError(f"{place} has the fields {found}, expected {FORMS}")
+    raise no_form(place, content, FORMS)
 
 
 def _text(place: str, content: dict[str, Any], field: str) -> str:

@@ -14,13 +14,6 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from qwen35_jax.model import Parameters
 from qwen35_jax.nn.parameter import compute_dtype_for_state
-from qwen35_jax.training.objective import (
-    Batch,
-    Measures,
-    Objective,
-    batch_loss,
-    totals_of,
-)
 
 
 class TrainState(NamedTuple):
@@ -59,22 +52,41 @@ def all_trained(trained: Parameters, frozen: Parameters | None, key: Key[Array, 
     return trained
 
 
-_Loss = Callable[[Parameters, Batch, Int[Array, ""]], tuple[Float[Array, ""], Measures]]
+class StepObjective(Protocol):
+    """What a step minimizes, as `qwen35_jax.training.objective.Objective` does.
+
+    It is static under `jax.jit`: hashable, and equal to another that computes the same. Batches, totals and measures
+    are named tuples of its own. A batch has `tokens` [micro_batches batch time] among its fields, and the first axis of
+    all others is that of the micro-batches too.
+    """
+
+    def totals_of(self, batch: Any) -> Any:
+        """What is summed over all of a step's batch before its loss: by this the parts of the loss are divided."""
+        ...
+
+    def loss(
+        self, parameters: Parameters, graphdef: nnx.GraphDef, batch: Any, totals: Any
+    ) -> tuple[Float[Array, ""], Any]:
+        """A micro-batch's share of the loss of its step and of its measures, whose sums are those of the step."""
+        ...
+
+
+_Loss = Callable[[Parameters, Any, Int[Array, ""]], tuple[Float[Array, ""], Any]]
 
 
 class StepReport(NamedTuple):
     """What a step tells.
 
     Attributes:
-        measures: of its batch, before the update.
-        targets: weights of the tokens that were to be predicted, all together.
+        measures: of its batch, before the update: those of the objective.
+        totals: of its batch: what the objective divides by.
         gradient_norm: of all gradients together, before clipping.
         finite: for each parameter that is trained, in the order of `jax.tree.leaves`, whether its gradient held neither
             NaN nor infinity. Where one did, the step has changed nothing.
     """
 
-    measures: Measures
-    targets: Float[Array, ""]
+    measures: Any
+    totals: Any
     gradient_norm: Float[Array, ""]
     finite: Bool[Array, "parameters"]
 
@@ -96,9 +108,9 @@ def init_train_state(
 def train_step(
     graphdef: nnx.GraphDef,
     optimizer: optax.GradientTransformation,
-    objective: Objective,
+    objective: StepObjective,
     state: TrainState,
-    batch: Batch,
+    batch: Any,
     frozen: Parameters | None = None,
     *,
     parameters_of: ParametersOf = all_trained,
@@ -110,9 +122,9 @@ def train_step(
         optimizer: from `make_optimizer`.
         objective: what is minimized.
         state: is donated: use the returned one.
-        batch: [micro_batches batch time]. Gradients are summed over the micro-batches, one at a time in memory, and
-            divided by the targets of all of them: how a step is split into micro-batches changes nothing, but what
-            is random in it.
+        batch: of the objective, its arrays with an axis of micro-batches first. Gradients are summed over these, one
+            at a time in memory, and divided by the totals of all: how a step is split changes nothing, but what is
+            random in it.
         frozen: parameters that no step moves. They are neither copied nor cast to another dtype.
         parameters_of: makes the model's parameters of both; by default all are trained.
 
@@ -120,28 +132,26 @@ def train_step(
         The state after the step, and what is told of it. A step with a gradient that is not finite moves nothing: it
         returns the state that came in.
     """
-    totals = totals_of(batch)
+    totals = objective.totals_of(batch)
     key = jax.random.fold_in(state.key, state.step)
 
-    def loss(
-        trained: Parameters, micro_batch: Batch, index: Int[Array, ""]
-    ) -> tuple[Float[Array, ""], Measures]:
+    def loss(trained: Parameters, micro_batch: Any, index: Int[Array, ""]) -> tuple[Float[Array, ""], Any]:
         parameters = parameters_of(trained, frozen, jax.random.fold_in(key, index))
-        return batch_loss(parameters, graphdef, micro_batch, totals, objective)
+        return objective.loss(parameters, graphdef, micro_batch, totals)
 
     gradients, measures = _gradients(loss, state.parameters, batch)
     finite = jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients)])
     updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.parameters)
     parameters: Any = optax.apply_updates(state.parameters, updates)
     moved = TrainState(state.step + 1, parameters, optimizer_state, state.key)
-    report = StepReport(measures, totals.next_token, _norm(gradients), finite)
+    report = StepReport(measures, totals, _norm(gradients), finite)
     return jax.tree.map(functools.partial(jnp.where, finite.all()), moved, state), report
 
 
-def _gradients(loss: _Loss, trained: Parameters, batch: Batch) -> tuple[Parameters, Measures]:
+def _gradients(loss: _Loss, trained: Parameters, batch: Any) -> tuple[Parameters, Any]:
     """Gradients and measures of the whole step. Sums over micro-batches are in float32 at least."""
 
-    def share(micro_batch: Batch, index: Int[Array, ""]) -> tuple[Parameters, Measures]:
+    def share(micro_batch: Any, index: Int[Array, ""]) -> tuple[Parameters, Any]:
         return jax.grad(loss, has_aux=True)(trained, micro_batch, index)
 
     count = batch.tokens.shape[0]

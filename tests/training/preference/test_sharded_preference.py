@@ -1,0 +1,103 @@
+"""A step on pairs over eight devices is the step of one, whatever the mesh."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+MESHES = {
+    "rows and weights over fsdp": {"fsdp": 8},
+    "rows over data, vocabulary over tensor": {"data": 2, "tensor": 4},
+    "weights, time and vocabulary": {"fsdp": 2, "sequence": 2, "tensor": 2},
+}
+
+PROGRAM = textwrap.dedent(
+    """
+    import json, sys
+    import jax, numpy as np, optax
+    from jax.sharding import AxisType, Mesh
+    from qwen35_jax.model import abstract_model
+    from qwen35_jax.sharding import parameter_axes, shardings
+    from qwen35_jax.training.placement import place_batch
+    from qwen35_jax.training.preference.objective import Preference, PreferenceBatch
+    from qwen35_jax.training.train_step import init_train_state, train_step
+    from tests.small_text_model import FULL, LINEAR, draw, small_config
+
+    config = small_config((LINEAR, FULL), vocab_size=104)
+    graphdef, shapes = abstract_model(config, parameter_dtype="float32", dtype="float32")
+    axes = parameter_axes(graphdef, shapes)
+    rng = np.random.default_rng(0)
+    rows = [[1] * 5 + [2] * 7 + [3] * 4 + [4] * 6 + [0] * 2, [1] * 13 + [2] * 11]  # answers over the cut in time
+    segment_ids = np.repeat(rows, 4, axis=0).astype(np.int32)
+    tokens = rng.integers(0, 104, segment_ids.shape).astype(np.int32)
+    weights = rng.integers(0, 2, segment_ids.shape).astype(np.float32)
+    weights[:, [2, 11, 14, 21]] = 1  # every document has an answer
+    reference = rng.uniform(-30, -5, (8, 4)).astype(np.float32)
+    # A step so long that what was there before is lost beside it: parameters then show their gradients.
+    RATE = 2.0**20
+    optimizer, preference = optax.sgd(RATE), Preference(chosen_weight=0.3, label_smoothing=0.1)
+
+    def step(sizes):
+        devices = np.array(jax.devices()[: np.prod([*sizes.values()])]).reshape([*sizes.values()])
+        mesh = Mesh(devices, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+        parameters = jax.tree_util.tree_map_with_path(draw, shapes)
+        before = jax.tree.map(np.array, parameters)
+        batch = PreferenceBatch(*(array[None] for array in (tokens, segment_ids, weights, reference)))
+        with jax.set_mesh(mesh):
+            state = init_train_state(jax.device_put(parameters, shardings(mesh, axes, parameters)), optimizer)
+            state, report = train_step(graphdef, optimizer, preference, state, place_batch(mesh, batch))
+        gradients = jax.tree.map(lambda old, new: (old - np.asarray(new)) / RATE, before, state.parameters)
+        return jax.device_get(report), gradients
+
+    expected_report, expected = step({"data": 1})
+    found = {}
+    for name, sizes in json.loads(sys.argv[1]).items():
+        report, gradients = step(sizes)
+        found[name] = {
+            "pairs": float(report.totals.pairs),
+            "measures": max(
+                abs(float(ours / one - 1)) for ours, one in zip(report.measures, expected_report.measures)
+            ),
+            "gradients": max(
+                (float(np.linalg.norm(ours - one) / np.linalg.norm(one)), jax.tree_util.keystr(path))
+                for (path, ours), one in zip(
+                    jax.tree_util.tree_leaves_with_path(gradients), jax.tree.leaves(expected), strict=True
+                )
+            ),
+        }
+    print(json.dumps(found))
+    """
+)
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, dict]:
+    environment = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "JAX_PLATFORMS": "cpu",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    }
+    finished = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps(MESHES)],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[3],
+        env=environment,
+    )
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    return json.loads(finished.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_measures_and_gradients_of_pairs_are_those_of_one_device(found, name):
+    result = found[name]
+    assert result["pairs"] == 12
+    assert result["measures"] <= 1e-5
+    error, parameter = result["gradients"]
+    assert error <= 1e-5, parameter
