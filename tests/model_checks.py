@@ -122,7 +122,7 @@ def logits_of(*rows: Sequence[int | np.ndarray]) -> np.ndarray:
     _, graphdef, parameters = two_layers()
     tokens, segment_ids = arrange(*rows)
     return np.asarray(
-        text_model.forward(graphdef, parameters, tokens, segment_ids=segment_ids, rematerialize=False)
+        text_model.forward(graphdef, parameters, tokens, segment_ids=segment_ids, rematerialize="none")
     )
 
 

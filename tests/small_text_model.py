@@ -114,11 +114,11 @@ COMPILE_QUICKLY = {"xla_backend_optimization_level": 0}
 
 @jax.jit(static_argnums=0, compiler_options=COMPILE_QUICKLY)
 def logits_of(graphdef, parameters, tokens, segment_ids):
-    return forward(graphdef, parameters, tokens, segment_ids=segment_ids, rematerialize=False)
+    return forward(graphdef, parameters, tokens, segment_ids=segment_ids, rematerialize="none")
 
 
 @jax.jit(static_argnums=0, static_argnames="rematerialize", compiler_options=COMPILE_QUICKLY)
-def logits_and_gradient(graphdef, parameters, tokens, segment_ids, cotangent, *, rematerialize=True):
+def logits_and_gradient(graphdef, parameters, tokens, segment_ids, cotangent, *, rematerialize="all"):
     """The logits, and the gradient of the sum of `cotangent` times logits by every parameter."""
     logits, pull_back = jax.vjp(
         lambda parameters: forward(

@@ -44,7 +44,7 @@ def model() -> Iterator[SimpleNamespace]:
 @chex.assert_max_traces(n=2)
 def logits_of(graphdef, parameters, tokens, segment_ids, positions):
     return forward(
-        graphdef, parameters, tokens, segment_ids=segment_ids, positions=positions, rematerialize=False
+        graphdef, parameters, tokens, segment_ids=segment_ids, positions=positions, rematerialize="none"
     )
 
 

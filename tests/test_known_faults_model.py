@@ -65,7 +65,7 @@ def run(model: SmallModel, rows: Sequence, counted: Sequence[np.ndarray] = ()) -
 def run_nine_unpadded(model: SmallModel) -> tuple[np.ndarray, dict]:
     """One row of 9 tokens: no padding, no segment ids, all inner values kept for the backward pass."""
     logits, gradient = logits_and_gradient(
-        model.graphdef, model.parameters, NINE[None], None, weights_of(NINE)[None], rematerialize=False
+        model.graphdef, model.parameters, NINE[None], None, weights_of(NINE)[None], rematerialize="none"
     )
     return np.asarray(logits)[0], gradient
 

@@ -21,6 +21,7 @@ from qwen35_jax.cache import Cache
 from qwen35_jax.config import ModelConfig, require_dense_text
 from qwen35_jax.errors import PromptError
 from qwen35_jax.nn.parameter import Keys, key_stream
+from qwen35_jax.nn.rematerialization import Rematerialize
 from qwen35_jax.nn.text_model import Positions, TextModel, Tokens
 from qwen35_jax.ops.segments import is_real, last_real
 
@@ -103,7 +104,7 @@ def forward(
     *,
     positions: Positions | None = None,
     segment_ids: Tokens | None = None,
-    rematerialize: bool = True,
+    rematerialize: Rematerialize = "all",
 ) -> Float[Array, "batch time vocab"]:
     """Logits of every token, for training and scoring: no cache, differentiable.
 

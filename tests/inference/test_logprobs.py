@@ -26,7 +26,7 @@ SETTINGS = GenerationSettings(
 def expected_logprobs(tiny: TinyModel, answer: Generation, drawable: int) -> np.ndarray:
     """[token vocab], of the whole sequence at once."""
     tokens = jnp.array([[*answer.prompt_tokens, *answer.tokens[:-1]]])
-    logits = forward(tiny.graphdef, tiny.parameters, tokens, rematerialize=False)[0, len(PROMPT) - 1 :]
+    logits = forward(tiny.graphdef, tiny.parameters, tokens, rematerialize="none")[0, len(PROMPT) - 1 :]
     return np.asarray(jax.nn.log_softmax(logits[:, :drawable], axis=-1))
 
 

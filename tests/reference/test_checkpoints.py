@@ -78,7 +78,7 @@ def test_transformers_loads_what_is_written_here(tmp_path):
     )
     assert not any(problems.values())
     tokens = np.random.default_rng(0).integers(0, VOCAB, (2, 13))
-    ours = jax.jit(functools.partial(forward, rematerialize=False), static_argnums=0)(
+    ours = jax.jit(functools.partial(forward, rematerialize="none"), static_argnums=0)(
         graphdef, parameters, tokens
     )
     with torch.no_grad():

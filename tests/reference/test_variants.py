@@ -37,7 +37,7 @@ VARIANTS = {
     },
 }
 
-_logits = jax.jit(functools.partial(forward, rematerialize=False), static_argnums=0)
+_logits = jax.jit(functools.partial(forward, rematerialize="none"), static_argnums=0)
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -34,7 +34,7 @@ def small_run(folder: Path, **sections: dict[str, Any]) -> TrainingSettings:
     tables: dict[str, dict[str, Any]] = {
         "model": {"source": str(folder / "model"), "dtype": "float32"},
         "data": {"train": str(folder / "texts.jsonl"), "row_length": ROW_LENGTH, "rows_per_step": ROWS},
-        "objective": {"rematerialize": False},
+        "objective": {"rematerialize": "none"},
         "optimizer": {"learning_rate": 0.01, "weight_decay": 0.1, "warmup_steps": 2},
         "run": {"output": str(folder / "run"), "steps": STEPS, "save_every": 2, "seed": 5},
     }

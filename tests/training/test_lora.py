@@ -75,7 +75,7 @@ def is_low_rank(node) -> bool:
 
 @functools.partial(jax.jit, static_argnums=0)
 def logits(graphdef, parameters):
-    return forward(graphdef, parameters, jnp.asarray(TOKENS), rematerialize=False)
+    return forward(graphdef, parameters, jnp.asarray(TOKENS), rematerialize="none")
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -35,7 +35,7 @@ def test_what_is_left_out_has_its_default(tmp_path: Path) -> None:
     settings = read_settings(config_file(tmp_path))
     assert settings.model.source == "nano" and settings.model.dtype == "bfloat16"
     assert settings.data.micro_batches == 1 and settings.data.evaluation is None
-    assert settings.optimizer.name == "adamw" and settings.objective.rematerialize
+    assert settings.optimizer.name == "adamw" and settings.objective.rematerialize == "all"
     assert settings.run.steps == 7 and settings.run.epochs is None and settings.run.mesh == {}
 
 
@@ -71,7 +71,10 @@ def test_every_section_is_read_and_a_whole_number_is_a_number(tmp_path: Path) ->
         ("[optimizer]\nname = 'sgd'", "[optimizer] name is 'sgd', expected one of adamw, muon, adafactor"),
         ("[optimizer]\nbeta1 = 1", "[optimizer] beta1 is 1.0, expected a number from 0 to below 1"),
         ("[objective]\nz_loss = -1", "[objective] z_loss is -1.0, expected a number of at least 0"),
-        ("[objective]\nrematerialize = 1", "[objective] rematerialize is 1, expected true or false"),
+        (
+            "[objective]\nrematerialize = 1",
+            "[objective] rematerialize is 1, expected one of all, between_products, none",
+        ),
         ("[model]\nsource = 3", "[model] source is 3, expected a text"),
     ],
 )

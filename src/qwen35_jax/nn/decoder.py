@@ -25,6 +25,7 @@ from qwen35_jax.nn.gated_delta_net import GatedDeltaNet
 from qwen35_jax.nn.mlp import MLP
 from qwen35_jax.nn.norm import RMSNorm
 from qwen35_jax.nn.parameter import Keys, key_stream
+from qwen35_jax.nn.rematerialization import Rematerialize, rematerialized
 
 Hidden = Float[Array, "batch time embed"]
 
@@ -101,11 +102,11 @@ class Motif(nnx.Module):
         context: TokenContext,
         caches: tuple[LayerCache, ...] | None,
         *,
-        rematerialize_layers: bool,
+        rematerialize_layers: Rematerialize,
     ) -> tuple[Hidden, tuple[LayerUpdate, ...]]:
         updates: list[LayerUpdate] = []
         for position, layer in enumerate(self.layers):
-            run = jax.checkpoint(layer) if rematerialize_layers else layer
+            run = rematerialized(layer, rematerialize_layers, scanned=False)
             x, update = run(x, context, None if caches is None else caches[position])
             updates.append(update)
         return x, tuple(updates)
@@ -136,7 +137,7 @@ class Decoder(nnx.Module):
         context: TokenContext,
         caches: tuple[tuple[LayerCache, ...], ...] | None,
         *,
-        rematerialize: bool,
+        rematerialize: Rematerialize,
     ) -> tuple[Hidden, StackUpdates | None]:
         """Runs the stack.
 
@@ -144,28 +145,27 @@ class Decoder(nnx.Module):
             x: embedded tokens.
             context: where each token stands.
             caches: memory before these tokens, as `Cache.groups`; None keeps none and returns none.
-            rematerialize: recompute in the backward pass instead of keeping inner values: motif by motif where a
-                motif is repeated, layer by layer where it runs once.
+            rematerialize: what the backward pass computes again: motif by motif where a motif is repeated, layer by
+                layer where it runs once.
         """
         updates = []
         for index, stacked in enumerate(self.groups):
             graphdef, parameters = nnx.split(stacked)
             repeats = jax.tree.leaves(parameters)[0].shape[0]
-            by_layer = rematerialize and repeats == 1
+            layers, motifs = (rematerialize, "none") if repeats == 1 else ("none", rematerialize)
             group = None if caches is None else caches[index]
             # Keys and values are not scanned over: that would copy their whole capacity, used or not, at every call.
             states = None if group is None else tuple(None if _is_attention(c) else c for c in group)
 
-            def run_motif(x, scanned, graphdef=graphdef, group=group, by_layer=by_layer):
+            def run_motif(x, scanned, graphdef=graphdef, group=group, layers=layers):
                 parameters, repeat, states = scanned
                 here = dataclasses.replace(context, repeat=repeat)
                 memory = None if group is None else tuple(map(_present, states, group))
                 motif = nnx.merge(graphdef, parameters)
-                x, updates = motif(x, here, memory, rematerialize_layers=by_layer)
+                x, updates = motif(x, here, memory, rematerialize_layers=layers)
                 return x, None if group is None else updates
 
-            by_motif = rematerialize and not by_layer
-            body = jax.checkpoint(run_motif, prevent_cse=False) if by_motif else run_motif
+            body = rematerialized(run_motif, motifs, scanned=True)
             x, update = jax.lax.scan(body, x, (parameters, jnp.arange(repeats), states))
             updates.append(update)
         return x, None if caches is None else tuple(updates)

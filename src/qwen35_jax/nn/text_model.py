@@ -19,6 +19,7 @@ from qwen35_jax.nn.embedding import Embedding
 from qwen35_jax.nn.mtp import MultiTokenPrediction
 from qwen35_jax.nn.norm import RMSNorm
 from qwen35_jax.nn.parameter import Keys, compute_dtype_for_state
+from qwen35_jax.nn.rematerialization import Rematerialize
 from qwen35_jax.ops.rope import rotary_cos_sin, rotary_frequencies
 from qwen35_jax.ops.segments import is_real
 from qwen35_jax.ops.segments import positions as segment_positions
@@ -68,7 +69,7 @@ class TextModel(nnx.Module):
         positions: Positions | None = None,
         segment_ids: Tokens | None = None,
         cache: Cache | None = None,
-        rematerialize: bool = False,
+        rematerialize: Rematerialize = "none",
     ) -> tuple[Hidden, Cache | None]:
         """Hidden values after the final norm, and the cache after these tokens.
 
@@ -95,7 +96,7 @@ class TextModel(nnx.Module):
         segment_ids: Tokens | None,
         cache: Cache | None,
         *,
-        rematerialize: bool = False,
+        rematerialize: Rematerialize = "none",
         tentative: bool = False,
     ) -> tuple[Hidden, StackUpdates | None]:
         """The residual stream before the final norm, and what the tokens add to the cache.

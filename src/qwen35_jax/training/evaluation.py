@@ -54,5 +54,5 @@ def _sums(
     """Cross-entropy, right answers and targets of a batch, all summed: a share of one is the sum itself."""
     one = Totals(jnp.float32(1), jnp.float32(1))
     rows = jax.tree.map(lambda array: array[0], batch)
-    _, measures = batch_loss(parameters, graphdef, rows, one, Objective(rematerialize=False))
+    _, measures = batch_loss(parameters, graphdef, rows, one, Objective(rematerialize="none"))
     return measures.cross_entropy, measures.accuracy, totals_of(rows).next_token

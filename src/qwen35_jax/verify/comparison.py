@@ -155,7 +155,7 @@ def _compare_sequence(pair: Pair, tokens: np.ndarray, pieces: Sequence[int]) -> 
 
 
 _forward = jax.jit(
-    lambda graphdef, parameters, tokens: forward(graphdef, parameters, tokens, rematerialize=False),
+    lambda graphdef, parameters, tokens: forward(graphdef, parameters, tokens, rematerialize="none"),
     static_argnums=0,
 )
 

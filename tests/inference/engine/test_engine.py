@@ -407,7 +407,7 @@ def test_a_grammar_decides_every_token_and_disturbs_nobody(tiny, engine):
     expected, oracle = [], OnlyMultiples()
     for _ in range(7):
         tokens = jnp.array([[*asked.prompt, *expected]])
-        logits = forward(tiny.graphdef, tiny.parameters, tokens, rematerialize=False)[0, -1]
+        logits = forward(tiny.graphdef, tiny.parameters, tokens, rematerialize="none")[0, -1]
         factor = 5 if len(oracle.accepted) % 2 else 3
         expected.append(int(max(range(factor, VOCABULARY, factor), key=lambda token: logits[token])))
         oracle.accept(expected[-1])
