@@ -12,19 +12,29 @@ from qwen35_jax.cli.options import add_json_option, loading_progress
 from qwen35_jax.errors import ConfigError
 
 if TYPE_CHECKING:
+    from qwen35_jax.training.rendezvous import ProcessPlace
     from qwen35_jax.training.trainer import Outcome
 
 HELP = (
     "Fine-tune a model on chats or texts (JSONL), as a config file says (TOML; its sections and keys are those of "
     "qwen35_jax.training.settings). The output folder holds checkpoints, the numbers of every step (metrics.jsonl) "
     "and at the end the model in Hugging Face layout. The same command goes on from the last checkpoint, whatever "
-    "ended the run before. SIGTERM and Ctrl-C save first; a second one does not."
+    "ended the run before. SIGTERM and Ctrl-C save first; a second one does not. Over several hosts the same command "
+    "runs on each of them: under SLURM (srun), Open MPI and on TPU pods the processes find each other, elsewhere the "
+    "last three options say where and which each one is. All of them need the same files."
 )
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", required=True, metavar="FILE", help="a TOML file that describes the run")
     add_json_option(parser)
+    parser.add_argument(
+        "--coordinator", metavar="HOST:PORT", help="address of process 0, the same for all processes"
+    )
+    parser.add_argument(
+        "--processes", type=int, metavar="N", help="how many there are; 1: alone, whatever started it"
+    )
+    parser.add_argument("--process", type=int, metavar="I", help="which of them this one is, from 0 to N - 1")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -32,8 +42,10 @@ def run(args: argparse.Namespace) -> int:
     from qwen35_jax.training.settings import read_settings
 
     settings = read_settings(args.config)
+    place = _place(args)
     try:
         from qwen35_jax.cli.training_progress import training_progress
+        from qwen35_jax.training.processes import is_first, joined
         from qwen35_jax.training.trainer import Trainer
     except ImportError as error:
         raise ConfigError(
@@ -45,13 +57,39 @@ def run(args: argparse.Namespace) -> int:
         # A save that fails is told in one line, and by these in fifty.
         logging.getLogger(library).setLevel(logging.CRITICAL)
     began = time.perf_counter()
-    with training_progress() as watcher:
-        outcome = Trainer(settings, watcher=watcher, progress=loading_progress).run()
-    if args.json:
-        report = _report(outcome, time.perf_counter() - began)
-        print(json.dumps(report | {"output": settings.run.output}))
-    else:
-        print(_for_people(outcome, settings.run.output))
+    with joined(place):
+        if not is_first():  # which has told all that there is to tell
+            return _status(Trainer(settings).run())
+        with training_progress() as watcher:
+            outcome = Trainer(settings, watcher=watcher, progress=loading_progress).run()
+        if args.json:
+            report = _report(outcome, time.perf_counter() - began)
+            print(json.dumps(report | {"output": settings.run.output}))
+        else:
+            print(_for_people(outcome, settings.run.output))
+        return _status(outcome)
+
+
+def _place(args: argparse.Namespace) -> ProcessPlace | None:
+    """Which process this is, as the options say; None where they leave that to the launcher."""
+    from qwen35_jax.training.rendezvous import ProcessPlace, check_place
+
+    given = {name: getattr(args, name) for name in ("coordinator", "processes", "process")}
+    missing = [f"--{name}" for name, value in given.items() if value is None]
+    if len(missing) == len(given):
+        return None
+    if given["processes"] == 1 and len(missing) == 2:
+        return ProcessPlace("", 1, 0)
+    if missing:
+        raise ConfigError(
+            f"{' and '.join(missing)} missing: several processes need all three of {', '.join(given)}"
+        )
+    place = ProcessPlace(args.coordinator, args.processes, args.process)
+    check_place(place)
+    return place
+
+
+def _status(outcome: Outcome) -> int:
     return 0 if outcome.stopped_by is None else 128 + outcome.stopped_by
 
 

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 import jax
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh
@@ -21,7 +22,13 @@ from qwen35_jax.training.batches import Batches
 from qwen35_jax.training.optimizers import make_optimizer
 from qwen35_jax.training.packed_files import packed_file
 from qwen35_jax.training.packing import PackedRows
-from qwen35_jax.training.placement import abstract_train_state, check_rows, make_mesh
+from qwen35_jax.training.placement import (
+    abstract_train_state,
+    check_row_length,
+    check_rows,
+    held_rows,
+    make_mesh,
+)
 from qwen35_jax.training.samples import encode_questions
 from qwen35_jax.training.settings import TrainingSettings
 from qwen35_jax.training.train_step import TrainState
@@ -46,6 +53,7 @@ class PreparedRun:
         questions: prompts that are answered at intervals.
         answering: how they are.
         rows: of a micro-batch, of all devices together.
+        held: those of them that this process holds.
         steps: in all.
     """
 
@@ -61,6 +69,7 @@ class PreparedRun:
     questions: list[list[int]]
     answering: GenerationSettings
     rows: int
+    held: np.ndarray
     steps: int
 
 
@@ -77,16 +86,14 @@ def prepare(settings: TrainingSettings, watcher: Watcher) -> PreparedRun:
         CheckpointError: the model cannot be found.
     """
     data = settings.data
-    if jax.process_count() > 1:
-        raise ConfigError(
-            f"training runs in one process so far, found {jax.process_count()}: use the devices of one machine"
-        )
     folder = find_model(settings.model.source)
     config = ModelConfig.from_hf(folder)
     _check_model(settings, config)
     mesh = make_mesh(settings.run.mesh)
     rows = data.rows_per_step // data.micro_batches
     check_rows(mesh, rows)
+    check_row_length(mesh, data.row_length)
+    held = held_rows(mesh, rows)
     # With an adapter, parameters keep the dtypes of their files, which change none of what is found here.
     graphdef, shapes = abstract_model(
         config,
@@ -100,8 +107,8 @@ def prepare(settings: TrainingSettings, watcher: Watcher) -> PreparedRun:
         _rows("evaluation", data.evaluation, settings, folder, config, watcher) if data.evaluation else None
     )
     answering = GenerationSettings(max_new_tokens=settings.run.answer_tokens)
-    questions = _questions(settings, folder, config, answering)
-    batches = Batches(train, micro_batches=data.micro_batches, rows=rows, seed=data.seed)
+    questions = _questions(settings, folder, config, answering, watcher)
+    batches = Batches(train, micro_batches=data.micro_batches, rows=rows, seed=data.seed, held=held)
     steps = settings.run.steps or math.ceil((settings.run.epochs or 0) * batches.steps_per_epoch)
     optimizer = make_optimizer(settings.optimizer, part.axes, steps=steps)
     return PreparedRun(
@@ -119,6 +126,7 @@ def prepare(settings: TrainingSettings, watcher: Watcher) -> PreparedRun:
         questions=questions,
         answering=answering,
         rows=rows,
+        held=held,
         steps=steps,
     )
 
@@ -154,9 +162,17 @@ def _rows(
 
 
 def _questions(
-    settings: TrainingSettings, folder: Path, config: ModelConfig, answering: GenerationSettings
+    settings: TrainingSettings,
+    folder: Path,
+    config: ModelConfig,
+    answering: GenerationSettings,
+    watcher: Watcher,
 ) -> list[list[int]]:
     if not settings.run.questions:
+        return []
+    if jax.process_count() > 1:
+        # A model is asked by the program of one process, and no process has all of this one.
+        watcher.note("run.questions are not answered where several processes train: ask the model at the end")
         return []
     try:
         return encode_questions(settings.run.questions, folder, config, answering)

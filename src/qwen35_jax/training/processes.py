@@ -12,6 +12,7 @@ import contextlib
 import importlib.util
 import os
 import sys
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -124,27 +125,20 @@ def largest(value: int) -> int:
     return int(multihost_utils.process_allgather(np.int32(value)).max())
 
 
-def all_reached(what: str) -> None:
-    """Returns when all processes have come here. `what` tells places apart."""
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(what)
-
-
-def check_alike(facts: Mapping[str, int]) -> None:
+def check_alike(facts: Mapping[str, str]) -> None:
     """Makes sure that all processes do the same.
 
     Args:
-        facts: numbers of 31 bits, by what they are of.
+        facts: what has to be the same everywhere, by what it is called; all processes tell as many.
 
     Raises:
-        ConfigError: in all processes, if one of the numbers is another in some.
+        ConfigError: in all processes, if something is not.
     """
     if jax.process_count() == 1:
         return
-    mine = np.array(list(facts.values()), np.int32)
-    told = multihost_utils.process_allgather(mine)
-    for name, numbers in zip(facts, told.T, strict=True):
-        if others := np.flatnonzero(numbers != numbers[0]).tolist():
+    numbers = np.array([zlib.crc32(text.encode()) >> 1 for text in facts.values()], np.int32)
+    for name, told in zip(facts, multihost_utils.process_allgather(numbers).T, strict=True):
+        if others := np.flatnonzero(told != told[0]).tolist():
             raise ConfigError(
                 f"{name} differ between process 0 and process {others[0]}: every process needs the same config file, "
                 "the same data and a run.output on a disk that all of them share"

@@ -33,16 +33,15 @@ class ProcessPlace(NamedTuple):
     index: int
 
 
-def host_and_port(place: ProcessPlace) -> tuple[str, int]:
-    """The coordinator's address in its two parts.
-
-    Raises:
-        ConfigError: it has another form.
-    """
+def check_place(place: ProcessPlace) -> None:
+    """Raises `ConfigError` for a place that cannot be: an address of another form, or an index out of range."""
     host, _, port = place.coordinator.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise ConfigError(f"coordinator is {place.coordinator!r}, expected HOST:PORT")
-    return host.strip("[]"), int(port)
+    if not 0 <= place.index < place.count:
+        raise ConfigError(
+            f"process is {place.index}, expected 0 to {place.count - 1}, of {place.count} processes"
+        )
 
 
 def meet(place: ProcessPlace, *, seconds: float) -> None:
@@ -56,10 +55,7 @@ def meet(place: ProcessPlace, *, seconds: float) -> None:
         ConfigError: some did not come, or one that was not expected did; all that are there are told.
     """
     until = time.monotonic() + seconds
-    if not 0 <= place.index < place.count:
-        raise ConfigError(
-            f"process is {place.index}, expected 0 to {place.count - 1}, of {place.count} processes"
-        )
+    check_place(place)
     if place.index == 0:
         _receive_others(place, until, seconds)
     else:
@@ -98,7 +94,7 @@ def _receive_others(place: ProcessPlace, until: float, seconds: float) -> None:
 
 
 def _listening(place: ProcessPlace) -> socket.socket:
-    _, port = host_and_port(place)
+    _, port = _address(place)
     try:
         if socket.has_dualstack_ipv6():
             return socket.create_server(
@@ -122,7 +118,7 @@ def _message(connection: socket.socket) -> tuple[int, int] | None:
 
 def _report(place: ProcessPlace, until: float, seconds: float) -> None:
     message = json.dumps({"process": place.index, "processes": place.count}).encode() + b"\n"
-    address, reason = host_and_port(place), "no answer"
+    address, reason = _address(place), "no answer"
     while (left := until - time.monotonic()) > 0:
         try:
             with socket.create_connection(address, timeout=left) as connection:
@@ -140,6 +136,11 @@ def _report(place: ProcessPlace, until: float, seconds: float) -> None:
         f"coordinator {place.coordinator} did not answer within {seconds:g} seconds ({reason}): is process 0 running "
         "there, and may it be reached from here?"
     )
+
+
+def _address(place: ProcessPlace) -> tuple[str, int]:
+    host, _, port = place.coordinator.rpartition(":")
+    return host.strip("[]"), int(port)
 
 
 def _line(connection: socket.socket) -> bytes:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from qwen35_jax.checkpoint.export import export_hf
 from qwen35_jax.checkpoint.hf import KeptTensors, load_hf
@@ -18,6 +19,7 @@ from qwen35_jax.training.lora import LoRA, init_adapter, merged
 from qwen35_jax.training.peft import write_peft
 from qwen35_jax.training.placement import place_train_state
 from qwen35_jax.training.preparation import PreparedRun
+from qwen35_jax.training.processes import is_first
 from qwen35_jax.training.settings import TrainingSettings
 from qwen35_jax.training.train_step import TrainState
 
@@ -97,8 +99,11 @@ def export_trained(
     parameters = trained
     if isinstance(lora, LoRA):
         assert start.frozen is not None, "an adapter is trained beside parameters that stay"
-        if not adapter.exists():
-            write_peft(adapter, trained, lora, run.config, base_model=str(run.folder), progress=progress)
+        whole = jax.jit(lambda arrays: arrays, out_shardings=NamedSharding(run.mesh, PartitionSpec()))(
+            trained
+        )
+        if is_first() and not adapter.exists():
+            write_peft(adapter, whole, lora, run.config, base_model=str(run.folder), progress=progress)
         parameters = merged(start.frozen, trained, lora)
     if not model.exists():
         export_hf(parameters, run.config, model, kept=start.kept, companions=run.folder, progress=progress)

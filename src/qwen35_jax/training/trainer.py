@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 
 from qwen35_jax.checkpoint.parameter_tree import dotted
 from qwen35_jax.checkpoint.progress import Progress, quiet
@@ -29,12 +29,13 @@ from qwen35_jax.training.checkpoints import Checkpoints, Saved
 from qwen35_jax.training.evaluation import evaluate
 from qwen35_jax.training.guard import Guard
 from qwen35_jax.training.loss_curve import draw_loss_curve
-from qwen35_jax.training.metrics import MetricsFile, memory_bytes
+from qwen35_jax.training.metrics import Metrics, MetricsFile, memory_bytes
 from qwen35_jax.training.objective import Batch
 from qwen35_jax.training.optimizers import schedule
 from qwen35_jax.training.packing import PackedRows
 from qwen35_jax.training.placement import place_batch
 from qwen35_jax.training.preparation import PreparedRun, prepare
+from qwen35_jax.training.processes import check_alike, is_first
 from qwen35_jax.training.samples import sampled_answers
 from qwen35_jax.training.settings import TrainingSettings, as_tables, differences
 from qwen35_jax.training.starting_model import (
@@ -112,12 +113,19 @@ class Trainer:
                 _check_same_run(saved, tables, output)
                 prepared.batches.set_state(saved.position)
             began_at = 0 if saved is None else saved.step
+            check_alike(
+                {
+                    "the settings": str(tables),
+                    "the data": str(prepared.batches.get_state()),
+                    f"the checkpoints in {output}": str(began_at),
+                }
+            )
             if began_at < prepared.steps:
                 for name in (MODEL, ADAPTER):
                     check_destination(output / name)
             with jax.set_mesh(prepared.mesh), stop_signals() as stop:
                 state, start = self._start(prepared, checkpoints, saved)
-                metrics = MetricsFile(output / METRICS, after=began_at)
+                metrics = (MetricsFile if is_first() else Metrics)(output / METRICS, after=began_at)
                 try:
                     self._watcher.started(done=began_at, steps=prepared.steps)
                     state, last, evaluation = self._steps(
@@ -130,7 +138,7 @@ class Trainer:
             model = None
             if steps >= prepared.steps:
                 model = export_trained(prepared, state.parameters, start, output, self._progress)
-                if not draw_loss_curve(metrics.lines, output / CURVE):
+                if is_first() and not draw_loss_curve(metrics.lines, output / CURVE):
                     self._watcher.note(f"no {CURVE}, since matplotlib is not installed")
         return Outcome(steps, began_at, last, evaluation, model, None if model else stop.signal)
 
@@ -151,7 +159,7 @@ class Trainer:
         prepared: PreparedRun,
         state: TrainState,
         frozen: Parameters | None,
-        metrics: MetricsFile,
+        metrics: Metrics,
         checkpoints: Checkpoints,
         tables: dict[str, Any],
         stop: StopRequest,
@@ -164,26 +172,29 @@ class Trainer:
             spike=run.spike,
             before=[line["cross_entropy"] for line in metrics.lines if "cross_entropy" in line],
         )
-        (device, *_) = prepared.mesh.devices.flat
         last = evaluation = None
         for step in range(int(state.step) + 1, prepared.steps + 1):
             begun = time.perf_counter()
-            batch = next(prepared.batches)
+            batch = place_batch(prepared.mesh, next(prepared.batches))
+            tokens = jnp.count_nonzero(batch.segment_ids)
             state, report = train_step(
                 prepared.graphdef,
                 prepared.optimizer,
                 self.settings.objective,
                 state,
-                place_batch(prepared.mesh, batch),
+                batch,
                 frozen,
                 parameters_of=prepared.part.parameters_of,
             )
             report = jax.device_get(report)
             guard.check(step, float(report.measures.cross_entropy), report.finite.tolist())
-            last = self._step_line(step, report, batch, float(rate(step - 1)), time.perf_counter() - begun)
-            last["memory_bytes"] = memory_bytes(device)
+            last = self._step_line(
+                step, report, int(tokens), float(rate(step - 1)), time.perf_counter() - begun
+            )
+            last["memory_bytes"] = memory_bytes(prepared.mesh.local_devices[0])
             metrics.append(last)
             self._watcher.line(last)
+            stop.agree()
             ends = step == prepared.steps or stop.signal is not None
             if step == prepared.steps or (run.evaluate_every and step % run.evaluate_every == 0):
                 parameters = prepared.part.parameters_of(state.parameters, frozen, None)
@@ -202,12 +213,11 @@ class Trainer:
         return state, last, evaluation
 
     def _step_line(
-        self, step: int, report: StepReport, batch: Batch, learning_rate: float, seconds: float
+        self, step: int, report: StepReport, tokens: int, learning_rate: float, seconds: float
     ) -> dict[str, Any]:
         measures = {name: float(value) for name, value in report.measures._asdict().items()}
         if not self.settings.objective.mtp_weight:
             measures = {name: value for name, value in measures.items() if not name.startswith("mtp")}
-        tokens = int(np.count_nonzero(batch.segment_ids))
         return {
             "step": step,
             **measures,
@@ -224,7 +234,7 @@ class Trainer:
         begun = time.perf_counter()
         batches: Iterator[Batch] = (
             place_batch(prepared.mesh, batch)
-            for batch in single_pass(rows, micro_batches=1, rows=prepared.rows)
+            for batch in single_pass(rows, micro_batches=1, rows=prepared.rows, held=prepared.held)
         )
         found = evaluate(prepared.graphdef, parameters, batches)
         return {
