@@ -64,13 +64,26 @@ def test_every_rule_is_for_an_axis_that_is_there_and_every_mesh_axis_cuts_someth
         shardings(_abstract_mesh(expert=2), {}, {})
 
 
-def test_heads_that_do_not_divide_are_refused_by_name_before_any_compile():
-    mesh = _abstract_mesh(tensor=3)
-    with pytest.raises(ConfigError, match=r"8 heads do not divide over 3 devices.*'tensor'"):
-        shardings(mesh, {"q": LogicalAxes(("heads", "embed"))}, {"q": jnp.zeros((8, 48))})
+@pytest.mark.parametrize(
+    ("devices", "axes", "shape", "complaint"),
+    [
+        (
+            3,
+            ("heads", "embed"),
+            (4, 48),
+            r"4 heads do not divide over 3 devices of mesh axis 'tensor'; choose a size",
+        ),
+        (3, ("kv_heads", "embed"), (2, 48), r"2 kv_heads do not divide over 3 devices"),
+        (2, ("vocab", "embed"), (97, 48), r"97 vocab do not divide over 2 devices"),
+    ],
+)
+def test_b75_what_does_not_divide_is_refused_by_name_before_any_compile(devices, axes, shape, complaint):
+    mesh = _abstract_mesh(tensor=devices)
+    with pytest.raises(ConfigError, match=complaint):
+        shardings(mesh, LogicalAxes(axes), jnp.zeros(shape))
 
 
-def test_shared_heads_fewer_than_shards_are_replicated():
+def test_b75_shared_heads_fewer_than_shards_are_replicated():
     mesh = _abstract_mesh(tensor=8)
     axes = {"k": LogicalAxes(("kv_heads", "embed")), "q": LogicalAxes(("heads", "embed"))}
     cut = shardings(mesh, axes, {"k": jnp.zeros((2, 48)), "q": jnp.zeros((8, 48))})
