@@ -31,6 +31,7 @@ LAYERS = (
     (
         "training",
     ),  # reads chats by the template and the tokenizer of inference, and samples answers on the way
+    ("planning",),
     ("cli",),
     ("__main__",),
 )

@@ -34,6 +34,7 @@ COMMANDS = {
     "verify": "compare a model with transformers, node by node",
     "eval": "measure how well a model predicts a text",
     "train": "fine-tune a model",
+    "plan": "tell what a model costs, and compile it for TPUs that are not there",
 }
 
 USAGE_ERROR = 2
@@ -48,7 +49,7 @@ class _OneLineParser(argparse.ArgumentParser):
         self.exit(USAGE_ERROR, f"qwen35: error: {message} (see `{self.prog} --help`)\n")
 
 
-WRITES_NOTHING = ("generate", "serve", "spec", "verify", "eval")
+WRITES_NOTHING = ("generate", "serve", "spec", "plan", "verify", "eval")
 
 
 def program() -> NoReturn:
