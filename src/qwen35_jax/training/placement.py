@@ -59,7 +59,7 @@ def make_mesh(sizes: Mapping[str, int]) -> Mesh:
     )
 
 
-def check_rows(mesh: Mesh, rows: int) -> None:
+def check_rows(mesh: Mesh | AbstractMesh, rows: int) -> None:
     """Raises `ConfigError` where devices cannot share the rows of a micro-batch evenly: some would do others' work."""
     parts = shards(mesh, "batch")
     if rows % parts:
@@ -70,7 +70,7 @@ def check_rows(mesh: Mesh, rows: int) -> None:
         )
 
 
-def check_row_length(mesh: Mesh, row_length: int) -> None:
+def check_row_length(mesh: Mesh | AbstractMesh, row_length: int) -> None:
     """Raises `ConfigError` where rows cannot be cut evenly over the devices that share them."""
     parts = shards(mesh, "time")
     if row_length % parts:
