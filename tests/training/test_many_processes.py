@@ -20,6 +20,8 @@ from safetensors.numpy import load_file
 from qwen35_jax.training.trainer import Trainer
 from tests.training.small_run import STEPS, small_run, write_model, write_texts
 
+pytestmark = pytest.mark.extended
+
 ROOT = Path(__file__).parents[2]
 DONE = {"steps": STEPS, "began_at": 0, "stopped_by": None}
 
@@ -55,10 +57,11 @@ PROGRAM = textwrap.dedent(
     # Over two processes, each holds half of the parameters, and rows that are no neighbours.
     MESH = {"fsdp": 4, "data": 2}
 
+    EVALUATION = {"data": {"evaluation": str(folder / "few.jsonl")}}
+
     def run(output, watcher=None, **sections):
-        data = {"evaluation": str(folder / "few.jsonl")}
         place = {"output": str(folder / output), "keep": 9, "mesh": MESH}
-        outcome = trainer.Trainer(small_run(folder, data=data, run=place, **sections), watcher=watcher).run()
+        outcome = trainer.Trainer(small_run(folder, run=place, **sections), watcher=watcher).run()
         stopped = outcome.stopped_by and outcome.stopped_by.name
         return {"steps": outcome.steps, "began_at": outcome.began_at, "stopped_by": stopped}
 
@@ -79,9 +82,14 @@ PROGRAM = textwrap.dedent(
         assert jax.device_count() == 8 and jax.local_device_count() == 8 // count
         lora = {"lora": {"rank": 3, "alpha": 6.0, "dropout": 0.1}, "optimizer": {"learning_rate": 0.05}}
         if count == 1:
-            print(json.dumps([run("one"), run("lora-one", **lora)]))
+            print(json.dumps([run("one", **EVALUATION), run("lora-one", **lora)]))
         else:
-            runs = [run("two"), run("stopped", Stops()), run("resumed"), run("lora-two", **lora)]
+            runs = [
+                run("two", **EVALUATION),
+                run("stopped", Stops()),
+                run("resumed", **EVALUATION),
+                run("lora-two", **lora),
+            ]
             meshes = [
                 {"data": 8},
                 {"sequence": 2, "data": 4},
@@ -175,14 +183,16 @@ def lines(output: Path) -> list[dict[str, Any]]:
 
 
 def assert_same_run(output: Path, expected: Path) -> None:
-    """Every step is told once, and is that of another run, the evaluation at the end too."""
+    """Every step is told once, and is that of another run; where the end is evaluated, that too."""
     found = lines(output)
-    assert [line["step"] for line in found] == [*range(1, STEPS + 1), STEPS]
+    assert [line["step"] for line in found if "loss" in line] == list(range(1, STEPS + 1))
     for line, wanted in zip(found, lines(expected), strict=True):
         times = {name for name in wanted if "second" in name or name == "memory_bytes"}
         assert line.keys() == wanted.keys()
         for name in wanted.keys() - times:
-            assert line[name] == pytest.approx(wanted[name], rel=1e-5), (line["step"], name)
+            # The order of sums is another, which shows in gradients before it does in losses.
+            close = 1e-4 if name == "gradient_norm" else 1e-5
+            assert line[name] == pytest.approx(wanted[name], rel=close), (line["step"], name)
 
 
 def assert_same_model(folder: Path, expected: Path) -> None:

@@ -94,7 +94,7 @@ def in_cluster(environment: Mapping[str, str]) -> bool:
 
 
 def _has_tpu() -> bool:
-    platforms = jax.config.read("jax_platforms")
+    platforms = jax.config.values["jax_platforms"]
     return (
         any(Path(device).exists() for device in ("/dev/accel0", "/dev/vfio/0"))
         and importlib.util.find_spec("libtpu") is not None
