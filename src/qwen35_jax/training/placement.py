@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 import jax
 import numpy as np
 import optax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
 from qwen35_jax.errors import ConfigError
