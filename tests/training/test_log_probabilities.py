@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,8 +37,8 @@ def test_values_and_gradients_are_those_of_the_plain_formula_whatever_the_block(
     hidden, head, targets = inputs()
     block = positions * BATCH * VOCABULARY
     ours, expected = (
-        jax.value_and_grad(lambda *a, f=f: over_all(f(*a, targets)), (0, 1))(hidden, head)
-        for f in (lambda *a: log_probabilities(*a, block), plain)
+        jax.value_and_grad(lambda h, w, found=found: over_all(found(h, w, targets)), (0, 1))(hidden, head)
+        for found in (functools.partial(log_probabilities, logits_in_a_block=block), plain)
     )
     for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
         assert difference(one, other) <= 1e-13
@@ -58,10 +60,10 @@ def test_of_a_bfloat16_model_they_are_float32_and_gradients_have_the_dtypes_of_t
     hidden, head, targets = inputs("float32")
     narrow = hidden.astype(jnp.bfloat16)
     assert log_probabilities(narrow, head, targets).dtype == jnp.float32
-    gradients = jax.grad(lambda *a: over_all(log_probabilities(*a, targets)), (0, 1))(narrow, head)
+    gradients = jax.grad(lambda h, w: over_all(log_probabilities(h, w, targets)), (0, 1))(narrow, head)
     assert [gradient.dtype for gradient in gradients] == [jnp.bfloat16, jnp.float32]
     rounded = narrow.astype(jnp.float32), head.astype(jnp.bfloat16).astype(jnp.float32)
-    expected = jax.grad(lambda *a: over_all(plain(*a, targets)), (0, 1))(*rounded)
+    expected = jax.grad(lambda h, w: over_all(plain(h, w, targets)), (0, 1))(*rounded)
     for one, other in zip(gradients, expected, strict=True):
         assert difference(one.astype(jnp.float32), other) <= 1e-2
 
@@ -77,7 +79,7 @@ def test_no_more_logits_than_a_block_are_held():
     def temporary_bytes(positions: int) -> int:
         def gradients(hidden, head, targets):
             return jax.grad(
-                lambda *a: over_all(log_probabilities(*a, targets, positions * vocabulary)), (0, 1)
+                lambda h, w: over_all(log_probabilities(h, w, targets, positions * vocabulary)), (0, 1)
             )(hidden, head)
 
         analysis = jax.jit(gradients).lower(*arguments).compile().memory_analysis()

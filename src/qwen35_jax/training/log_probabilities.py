@@ -19,7 +19,6 @@ from qwen35_jax.ops.linear import linear
 from qwen35_jax.training.cross_entropy import LOGITS_IN_A_BLOCK, cross_entropy
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def log_probabilities(
     hidden: Float[Array, "batch time embed"],
     head_weight: Float[Array, "vocab embed"],
@@ -37,6 +36,16 @@ def log_probabilities(
         targets: the token that should follow. Where nothing does, anything; so is the result there.
         logits_in_a_block: how many are held at a time; at least those of one position of every row.
     """
+    return _log_probabilities(hidden, head_weight, targets, logits_in_a_block)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _log_probabilities(
+    hidden: Float[Array, "batch time embed"],
+    head_weight: Float[Array, "vocab embed"],
+    targets: Int[Array, "batch time"],
+    logits_in_a_block: int,
+) -> Array:
     batch, time, _ = hidden.shape
     block = min(time, max(1, logits_in_a_block // (batch * head_weight.shape[0])))
     blocks = -(-time // block)
@@ -45,7 +54,8 @@ def log_probabilities(
         padded = jnp.pad(array, ((0, 0), (0, blocks * block - time)) + ((0, 0),) * (array.ndim - 2))
         return jnp.moveaxis(padded.reshape(batch, blocks, block, *array.shape[2:]), 1, 0)
 
-    narrow = head_weight.astype(hidden.dtype)
+    # Its residual width whole: gathered once, and not in every block.
+    narrow = constrained(head_weight.astype(hidden.dtype), "vocab", "residual")
     found = jax.lax.map(
         lambda of_block: _of_block(of_block[0], narrow, of_block[1]), (cut(hidden), cut(targets))
     )
@@ -87,4 +97,4 @@ def _backward(
     return (*jax.grad(loss, (0, 1))(hidden, head_weight), None)
 
 
-log_probabilities.defvjp(_forward, _backward)
+_log_probabilities.defvjp(_forward, _backward)

@@ -57,7 +57,10 @@ def chats(good: list, bad: list, shared: int, tools: list | None = None) -> Comp
             {"prompt": "2 + 2?", "chosen": [SYSTEM, QUESTION, GOOD], "rejected": [SYSTEM, QUESTION, BAD]},
             chats([SYSTEM, QUESTION, GOOD], [SYSTEM, QUESTION, BAD], 2),
         ),
-        ({"chosen": [QUESTION, GOOD], "rejected": [QUESTION, GOOD]}, chats(*[[QUESTION, GOOD]] * 2, 2)),
+        (
+            {"chosen": [QUESTION, GOOD], "rejected": [QUESTION, GOOD]},
+            chats([QUESTION, GOOD], [QUESTION, GOOD], 2),
+        ),
     ],
 )
 def test_every_form_is_read(tmp_path: Path, line: dict[str, Any], expected: Comparison) -> None:

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from qwen35_jax.errors import ConfigError
 from qwen35_jax.model import Parameters
+from qwen35_jax.nn.rematerialization import Rematerialize
 from qwen35_jax.training.log_probabilities import log_probabilities
 from qwen35_jax.training.objective import Batch, targets_of
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from qwen35_jax.errors import CheckpointError
@@ -34,7 +35,8 @@ def reference_log_probabilities(
         graphdef: of the model.
         parameters: of the reference, without any adapter.
         packed: from `pack_pairs`.
-        batches: `single_pass` over `packed`, of one micro-batch each, on the devices.
+        batches: `single_pass` over `packed`, of one micro-batch each, on the devices. Over a mesh, this runs under
+            `jax.set_mesh`.
     """
     sums = (np.asarray(_sums(graphdef, parameters, batch, packed.most_documents)) for batch in batches)
     found = None
@@ -53,7 +55,10 @@ def _sums(
     graphdef: nnx.GraphDef, parameters: Parameters, batch: Batch, documents: int
 ) -> Float[Array, "batch documents"]:
     rows = jax.tree.map(lambda array: array[0], batch)
-    return answers_of(parameters, graphdef, rows, documents, rematerialize="none").log_probability
+    found = answers_of(parameters, graphdef, rows, documents, rematerialize="none").log_probability
+    if jax.sharding.get_abstract_mesh().empty:
+        return found
+    return jax.lax.with_sharding_constraint(found, PartitionSpec())  # every process reads all of it
 
 
 def save_reference(path: Path, packed: PackedRows, found: Float[np.ndarray, " documents"]) -> None:
