@@ -7,7 +7,7 @@ import json
 import pytest
 
 from qwen35_jax.cli import main as cli
-from qwen35_jax.planning import compiling, topologies, train_plan
+from qwen35_jax.planning import topologies, train_plan
 from qwen35_jax.planning.compiling import CompiledPlan, Memory, TooLarge, out_of_memory, roofline
 from qwen35_jax.planning.costs import Collective, Costs
 from qwen35_jax.planning.topologies import GIB, parse_topology
@@ -208,5 +208,10 @@ def test_the_compiler_s_complaint_is_read():
         "15.75G hbm. Exceeded hbm capacity by 17.75G."
     )
     assert out_of_memory(complaint) == (int(33.5 * GIB), int(15.75 * GIB))
+    other = (
+        "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (48.00G) exceeds "
+        "available HBM (15.75G)."
+    )
+    assert out_of_memory(other) == (48 * GIB, int(15.75 * GIB))
     assert out_of_memory("INTERNAL: something else") is None
-    assert compiling.out_of_memory("Used 900.0M of 15.75G hbm") == (900 * 2**20, int(15.75 * GIB))
+    assert out_of_memory("Used 900.0M of 15.75G hbm") == (900 * 2**20, int(15.75 * GIB))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import jax
 import pytest
 
 from qwen35_jax.errors import ConfigError
-from qwen35_jax.planning.topologies import CHIPS, default_mesh, parse_mesh, parse_topology
+from qwen35_jax.planning import topologies
+from qwen35_jax.planning.topologies import CHIPS, make_mesh, parse_mesh, parse_topology
 
 
 @pytest.mark.parametrize(
@@ -22,7 +24,6 @@ def test_a_slice_has_the_chips_of_its_name(name, shape, devices):
     assert topology.shape == shape
     assert topology.devices == devices
     assert topology.chip is CHIPS[name.split(":")[0]]
-    assert default_mesh(topology) == {"fsdp": devices}
 
 
 @pytest.mark.parametrize(
@@ -62,3 +63,21 @@ def test_a_mesh_over_all_devices_is_read():
 def test_another_mesh_is_refused_and_what_is_expected_told(text, told):
     with pytest.raises(ConfigError, match=told):
         parse_mesh(text, parse_topology("v5e:4x4"))
+
+
+def test_a_slice_that_the_compiler_does_not_take_is_refused_in_one_line(monkeypatch):
+    def refuse(**arguments):
+        raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: no such slice\nand much more")
+
+    monkeypatch.setattr(topologies, "can_compile", lambda: True)
+    monkeypatch.setattr(topologies.jax_topologies, "get_topology_desc", refuse)
+    with pytest.raises(ConfigError) as refused:
+        make_mesh(parse_topology("v5e:3x5"), {"data": 15})
+    expected = "topology is 'v5e:3x5', which the TPU compiler does not take: INVALID_ARGUMENT: no such slice"
+    assert str(refused.value) == expected
+
+
+def test_without_the_compiler_a_mesh_is_refused_with_what_to_install(monkeypatch):
+    monkeypatch.setattr(topologies, "can_compile", lambda: False)
+    with pytest.raises(ConfigError, match=r"pip install 'qwen35-jax\[tpu\]'"):
+        make_mesh(parse_topology("v5e:2x2"), {"data": 4})

@@ -53,7 +53,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mesh",
         metavar="AXES",
-        help="how its devices are used, such as fsdp=4,tensor=4 (default: all in fsdp)",
+        help="how its devices are used, such as fsdp=4,tensor=4 (default: to train all in fsdp; to answer as many "
+        "in tensor as divide the heads, the others in data)",
     )
     training = parser.add_argument_group("training")
     training.add_argument("--train", action="store_true", help="a training step instead of answering")
@@ -113,10 +114,10 @@ def _check(args: argparse.Namespace) -> None:
 def _compiled(args: argparse.Namespace, config: ModelConfig, context: int, dtype: str) -> dict[str, Any]:
     """The compiled part of the report."""
     _use_no_tpu()
-    from qwen35_jax.planning.topologies import can_compile, default_mesh, parse_mesh, parse_topology
+    from qwen35_jax.planning.topologies import can_compile, parse_mesh, parse_topology
 
     topology = parse_topology(args.topology)
-    mesh = default_mesh(topology) if args.mesh is None else parse_mesh(args.mesh, topology)
+    mesh = None if args.mesh is None else parse_mesh(args.mesh, topology)
     if config.text.moe is not None:
         raise ConfigError(
             f"'{args.model}' is a mixture of experts: running those is planned, and so is compiling them; leave out "
@@ -129,12 +130,12 @@ def _compiled(args: argparse.Namespace, config: ModelConfig, context: int, dtype
         )
     head = {"topology": topology.name, "devices": topology.devices}
     if args.train:
-        from qwen35_jax.planning.train_plan import plan_training
+        from qwen35_jax.planning.train_plan import plan_training, training_mesh
 
         plan = plan_training(
             config,
             topology,
-            mesh,
+            mesh or training_mesh(topology),
             rows=args.rows or topology.devices,
             row_length=args.row_length or min(DEFAULT_ROW_LENGTH, config.text.max_context),
             lora_rank=args.lora_rank,
@@ -155,8 +156,9 @@ def _compiled(args: argparse.Namespace, config: ModelConfig, context: int, dtype
             "lora_rank": args.lora_rank,
             **step,
         }
-    from qwen35_jax.planning.inference_plan import plan_inference
+    from qwen35_jax.planning.inference_plan import inference_mesh, plan_inference
 
+    mesh = mesh or inference_mesh(config, topology)
     plan = plan_inference(config, topology, mesh, batch=args.batch, context=context, dtype=dtype)
     kept = {"weights_bytes": plan.weights_bytes, "cache_bytes": plan.cache_bytes}
     prefill, decode = (_program(each, topology, kept) for each in (plan.prefill, plan.decode))

@@ -16,6 +16,7 @@ from typing import Any
 
 from qwen35_jax.config import ModelConfig
 from qwen35_jax.spec import specify
+from qwen35_jax.spec.node import Part
 
 MULTIPLICATIONS_OF_A_TABLE = 4
 """For each of its numbers and each token: decay, S^T k, the write k v^T, and S^T q."""
@@ -46,7 +47,7 @@ class ClosedForm:
         pure_attention_cache_bytes: keys and values if every layer were an attention layer.
     """
 
-    parameters: Mapping[str, int]
+    parameters: Mapping[Part, int]
     text_parameters: int
     active_parameters: int
     layers: Mapping[str, int]
@@ -119,7 +120,7 @@ def closed_form(config: ModelConfig, *, context: int, batch: int, dtype: str) ->
     narrow, wide = BYTES[dtype], max(4, BYTES[dtype])
     fixed_bytes = linear * (window * narrow + table * wide)
     return ClosedForm(
-        parameters=dict(specification.by_part),
+        parameters=specification.by_part,
         text_parameters=specification.text_parameters,
         active_parameters=specification.active_parameters,
         layers={"linear_attention": linear, "full_attention": full},

@@ -134,7 +134,9 @@ def roofline(costs: Costs, topology: Topology) -> Roofline:
 
 def out_of_memory(message: str) -> tuple[int, int] | None:
     """Bytes that were needed and that there are, from the compiler's complaint; None for any other error."""
-    found = re.search(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm", message)
+    size = r"([\d.]+)([KMGT]?)"
+    complaints = f"Used {size} of {size} hbm", rf"\({size}\) exceeds available HBM \({size}\)"
+    found = next(filter(None, (re.search(each, message) for each in complaints)), None)
     if found is None:
         return None
     units = {"": 1, "K": 2**10, "M": 2**20, "G": GIB, "T": 2**40}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Mapping
@@ -59,6 +60,20 @@ class InferencePlan:
     cache_bytes: int
     prefill: CompiledPlan | TooLarge
     decode: CompiledPlan | TooLarge
+
+
+def inference_mesh(config: ModelConfig, topology: Topology) -> dict[str, int]:
+    """Heads over as many devices as divide them, so that weights stay where they are, and rows over the others."""
+    graphdef, shapes = abstract_model(config, parameter_dtype="bfloat16", dtype="bfloat16")
+    axes = parameter_axes(graphdef, shapes)
+    for rows in range(1, topology.devices):
+        sizes = {"data": rows, "tensor": topology.devices // rows}
+        if topology.devices % rows:
+            continue
+        with contextlib.suppress(ConfigError):
+            shardings(abstract_mesh(sizes), axes, shapes)
+            return {axis: size for axis, size in sizes.items() if size > 1}
+    return {"data": topology.devices}
 
 
 def plan_inference(

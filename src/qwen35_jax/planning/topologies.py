@@ -11,7 +11,8 @@ import re
 from collections.abc import Iterator, Mapping
 
 import jax
-from jax.experimental import mesh_utils, topologies
+from jax.experimental import mesh_utils
+from jax.experimental import topologies as jax_topologies
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from qwen35_jax.errors import ConfigError
@@ -140,11 +141,6 @@ def can_compile() -> bool:
     return importlib.util.find_spec("libtpu") is not None
 
 
-def default_mesh(topology: Topology) -> dict[str, int]:
-    """All devices share rows and weights: the least to send, as long as each has enough tokens to work on."""
-    return {"fsdp": topology.devices}
-
-
 def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
     """A mesh without devices, on which the sharding rules can be tried."""
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
@@ -165,7 +161,7 @@ def make_mesh(topology: Topology, sizes: Mapping[str, int]) -> Mesh:
         )
     try:
         with _environment(_COMPILER_ALONE if jax.default_backend() != "tpu" else {}):
-            devices = topologies.get_topology_desc(
+            devices = jax_topologies.get_topology_desc(
                 platform="tpu",
                 topology_name=topology.name,
                 chips_per_host_bounds=[2 - size % 2 for size in (*topology.shape, 1)[:3]],

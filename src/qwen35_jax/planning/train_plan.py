@@ -49,6 +49,11 @@ class TrainPlan:
     compiled: CompiledPlan | TooLarge
 
 
+def training_mesh(topology: Topology) -> dict[str, int]:
+    """All devices share rows and weights: the least to send, as long as each has enough tokens to work on."""
+    return {"fsdp": topology.devices}
+
+
 def plan_training(
     config: ModelConfig,
     topology: Topology,
