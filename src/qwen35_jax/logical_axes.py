@@ -99,6 +99,13 @@ def time_axis() -> str | None:
     return axes[0] if axes else None
 
 
+def shards_in_program(name: str, size: int) -> int:
+    """Inside a program that runs under `jax.set_mesh`: into how many parts `constrained` cuts an axis of this size."""
+    mesh = jax.sharding.get_abstract_mesh()
+    parts = 1 if mesh.empty else shards(mesh, name)
+    return 1 if size % parts else parts
+
+
 def constrained(x: Shaped[Array, "..."], *names: str) -> Shaped[Array, "..."]:
     """Inside a program that runs under `jax.set_mesh`: `x`, cut as the rules say. Elsewhere it does nothing.
 

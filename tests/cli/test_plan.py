@@ -111,7 +111,7 @@ def test_a_mixture_of_experts_is_told_to_be_planned(capsys, tmp_path):
 
 MISFITS = {
     "heads over a tensor axis": (("--mesh", "tensor=16"), "mesh: 8 heads do not divide over 16 devices"),
-    "rows over devices": (("--rows", "24"), "rows of a step are 24, expected a multiple of the 16 devices"),
+    "rows over devices": (("--rows", "25"), "rows of a step are 25, expected a multiple of the 8 devices"),
     "rows longer than the context": (("--row-length", "999999999"), "the context of the model"),
 }
 
@@ -149,7 +149,7 @@ def with_a_compiler(monkeypatch, outcome):
         train_plan,
         "plan_training",
         lambda config, topology, mesh, *, rows, row_length, lora_rank, optimizer: train_plan.TrainPlan(
-            mesh, rows, row_length, 3 * GIB, 2 * GIB, outcome
+            mesh, rows or 4, row_length, 3 * GIB, 2 * GIB, outcome
         ),
     )
 

@@ -30,8 +30,7 @@ def training(
     plan = plan_training(
         config,
         topology,
-        training_mesh(topology),
-        rows=topology.devices,
+        training_mesh(config, topology),
         row_length=ROW_LENGTH,
         lora_rank=lora_rank,
         optimizer="adamw",

@@ -53,13 +53,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mesh",
         metavar="AXES",
-        help="how its devices are used, such as fsdp=4,tensor=4 (default: to train all in fsdp; to answer as many "
-        "in tensor as divide the heads, the others in data)",
+        help="how its devices are used, such as fsdp=4,tensor=4 (default: to train most in fsdp, to answer most "
+        "in tensor)",
     )
     training = parser.add_argument_group("training")
     training.add_argument("--train", action="store_true", help="a training step instead of answering")
     training.add_argument(
-        "--rows", type=int, metavar="N", help="rows of a step (default: one for each device)"
+        "--rows", type=int, metavar="N", help="rows of a step (default: one for each device that shares none)"
     )
     training.add_argument(
         "--row-length", type=int, metavar="N", help=f"tokens of each row (default {DEFAULT_ROW_LENGTH:,})"
@@ -135,8 +135,8 @@ def _compiled(args: argparse.Namespace, config: ModelConfig, context: int, dtype
         plan = plan_training(
             config,
             topology,
-            mesh or training_mesh(topology),
-            rows=args.rows or topology.devices,
+            mesh or training_mesh(config, topology),
+            rows=args.rows,
             row_length=args.row_length or min(DEFAULT_ROW_LENGTH, config.text.max_context),
             lora_rank=args.lora_rank,
             optimizer=args.optimizer or "adamw",

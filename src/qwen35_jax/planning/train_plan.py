@@ -16,7 +16,7 @@ from qwen35_jax.logical_axes import mesh_axes, shards
 from qwen35_jax.model import abstract_model
 from qwen35_jax.planning.compiling import CompiledPlan, TooLarge, bytes_per_device, compile_for, placed
 from qwen35_jax.planning.topologies import Topology, abstract_mesh, make_mesh
-from qwen35_jax.sharding import parameter_axes
+from qwen35_jax.sharding import parameter_axes, shardings
 from qwen35_jax.training.lora import LoRA
 from qwen35_jax.training.objective import Batch, Objective
 from qwen35_jax.training.optimizers import OptimizerSettings, make_optimizer
@@ -49,9 +49,30 @@ class TrainPlan:
     compiled: CompiledPlan | TooLarge
 
 
-def training_mesh(topology: Topology) -> dict[str, int]:
-    """All devices share rows and weights: the least to send, as long as each has enough tokens to work on."""
-    return {"fsdp": topology.devices}
+LANES = 128
+"""Numbers that a TPU works on side by side. Its compiler gathers parts that are narrower by sums over the devices,
+which sends twice as much and holds sums of gradients whole."""
+
+
+def training_mesh(config: ModelConfig, topology: Topology) -> dict[str, int]:
+    """As many devices as can share rows and weights, which is the least to send; the others share the heads.
+
+    Where they do not divide these, they share the rows alone.
+    """
+    devices, width = topology.devices, config.text.hidden_size
+    fsdp = max(
+        size
+        for size in range(1, devices + 1)
+        if devices % size == 0 and width % size == 0 and (size == 1 or width // size >= LANES)
+    )
+    graphdef, shapes = abstract_model(config, parameter_dtype="bfloat16", dtype="bfloat16")
+    axes = parameter_axes(graphdef, shapes)
+    sizes = {"fsdp": fsdp, "tensor": devices // fsdp}
+    try:
+        shardings(abstract_mesh(sizes), axes, shapes)
+    except ConfigError:
+        sizes = {"data": devices // fsdp, "fsdp": fsdp}
+    return {axis: size for axis, size in sizes.items() if size > 1} or {"fsdp": 1}
 
 
 def plan_training(
@@ -59,7 +80,7 @@ def plan_training(
     topology: Topology,
     mesh_sizes: Mapping[str, int],
     *,
-    rows: int,
+    rows: int | None = None,
     row_length: int,
     lora_rank: int | None,
     optimizer: Literal["adamw", "muon", "adafactor"],
@@ -73,7 +94,7 @@ def plan_training(
         config: of a dense model.
         topology: the slice.
         mesh_sizes: over all of its devices, as from `parse_mesh`.
-        rows: of a step.
+        rows: of a step; None for one on each device, or on each that shares no row with others.
         row_length: tokens of each.
         lora_rank: of an adapter on all linear maps; None to train all parameters.
         optimizer: of the trained parameters.
@@ -93,7 +114,9 @@ def plan_training(
     trained_part(
         config, on_paper, shapes, axes, lora
     )  # a mesh that does not fit is refused before anything slow
-    if rows % (sharing := shards(on_paper, "batch")):
+    sharing = shards(on_paper, "batch")
+    rows = sharing if rows is None else rows
+    if rows % sharing:
         raise ConfigError(
             f"rows of a step are {rows}, expected a multiple of the {sharing} devices that share them along mesh axes "
             f"{' and '.join(mesh_axes(on_paper, 'batch'))}"
