@@ -79,6 +79,18 @@ def test_every_epoch_holds_every_row_once_in_another_order() -> None:
     assert Batches(packed_rows(), micro_batches=1, rows=2, seed=4).steps_per_epoch == COUNT / 2
 
 
+def test_without_a_seed_every_epoch_has_the_rows_as_they_follow_each_other() -> None:
+    def stream() -> Batches:
+        return Batches(packed_rows(), micro_batches=1, rows=3, seed=None)
+
+    drawn = numbers(steps(stream(), COUNT))
+    assert drawn == [*range(COUNT)] * 3
+    first, second = stream(), stream()
+    steps(first, 5)
+    second.set_state(json.loads(json.dumps(first.get_state())))
+    assert numbers(steps(second, 2)) == drawn[15:21]
+
+
 def test_the_seed_alone_decides_the_order() -> None:
     def order(seed: int) -> list[int]:
         return numbers(steps(Batches(packed_rows(), micro_batches=1, rows=3, seed=seed), 5))
@@ -151,6 +163,7 @@ def test_a_position_in_other_data_is_refused_by_what_differs() -> None:
     for other, name in (
         (Batches(packed_rows(first=1), micro_batches=2, rows=2, seed=3), "data"),
         (Batches(packed_rows(), micro_batches=2, rows=2, seed=4), "seed"),
+        (Batches(packed_rows(), micro_batches=2, rows=2, seed=None), "seed"),
         (Batches(packed_rows(), micro_batches=2, rows=3, seed=3), "rows_per_step"),
     ):
         with pytest.raises(DataError, match=f"saved position in the data has {name} "):

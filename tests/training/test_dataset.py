@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from qwen35_jax.checkpoint.model_name import find_model
@@ -12,7 +13,7 @@ from qwen35_jax.inference.chat_template import ChatTemplate
 from qwen35_jax.inference.tokenizer import Tokenizer
 from qwen35_jax.training.chat_spans import ChatDocuments
 from qwen35_jax.training.dataset import Dataset, make_dataset
-from qwen35_jax.training.records import Chat, Completion, DataError, Record, Text
+from qwen35_jax.training.records import AnyForm, Chat, Completion, DataError, Parts, Record, Text
 
 TOKENIZER = Tokenizer.from_folder(find_model("nano"))
 CHATS = ChatDocuments(ChatTemplate.from_folder(find_model("nano")), TOKENIZER)
@@ -26,7 +27,7 @@ def chat(*answers: dict[str, Any]) -> Chat:
     return Chat(messages, None)
 
 
-def dataset(*contents: Chat | Completion | Text, context: int = 200, **options: Any) -> Dataset:
+def dataset(*contents: AnyForm, context: int = 200, **options: Any) -> Dataset:
     records = [Record(f"data.jsonl, line {number}", content) for number, content in enumerate(contents, 1)]
     return make_dataset(records, TOKENIZER, CHATS, context=context, **options)
 
@@ -49,6 +50,28 @@ def test_b83_of_a_completion_its_own_tokens_and_the_stop_token_are_learned() -> 
     known, tokens = TOKENIZER.encode("2 + 2 =\n"), TOKENIZER.encode("\n 4")
     assert document.tokens.tolist() == [*known, *tokens, END]
     assert document.trained.tolist() == [False] * len(known) + [True] * (len(tokens) + 1)
+
+
+def test_parts_are_one_text_of_which_a_token_weighs_what_the_part_that_it_ends_in_does() -> None:
+    text = "<|im_start|>user\nWho is there?<|im_end|>\n"
+    ids = TOKENIZER.encode(text)
+    ends = [len(TOKENIZER.decode(ids[: count + 1], skip_special_tokens=False)) for count in range(len(ids))]
+    for cut in range(1, len(text)):
+        parts = Parts(((text[:cut], 0.5), ("", 9.0), (text[cut:], 2.0)))
+        (document,) = dataset(parts).documents
+        assert document.tokens.tolist() == ids
+        assert document.weights.tolist() == [0, *(0.5 if end <= cut else 2.0 for end in ends[1:])]
+
+
+def test_parts_of_weight_0_are_not_trained_and_a_cut_keeps_the_weights_of_the_rest() -> None:
+    parts = Parts((("one two three", 0.0), (" four", 0.25), (" five six", 3.0)))
+    (document,), summary = dataset(parts)
+    assert summary.trained_tokens == document.trained.sum() == (document.weights > 0).sum() > 2
+    length = int(np.flatnonzero(document.trained)[0]) + 1
+    (cut,) = dataset(parts, context=length, too_long="cut").documents
+    assert cut.weights.tolist() == [0.0] * (length - 1) + [0.25]
+    _, summary = dataset(Text("a time"), Parts((("one two", 0.0),)), Parts((("", 1.0),)))
+    assert (summary.untrained.count, summary.untrained.first) == (2, "data.jsonl, line 2")
 
 
 def test_a_completion_of_no_prompt_is_learned_but_for_its_first_token() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import jax
@@ -14,6 +15,7 @@ from optax.contrib import MuonDimensionNumbers
 from qwen35_jax.errors import ConfigError
 from qwen35_jax.model import abstract_model
 from qwen35_jax.sharding import parameter_axes
+from qwen35_jax.sharding.rules import LogicalAxes
 from qwen35_jax.training.optimizers import OptimizerSettings, _muon_dimensions, make_optimizer, schedule
 from tests.small_text_model import FULL, LINEAR, draw, small_config
 
@@ -99,6 +101,47 @@ def test_the_rate_rises_over_the_warm_up_and_falls_to_its_share(kind, expected):
         np.testing.assert_allclose([middle, rates[5]], [expected[5], 0.1], rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("kind", "in_the_middle"), [("linear", 0.25), ("cosine", 0.2 + 0.2 * math.cos(math.pi * 3 / 8))]
+)
+def test_a_decay_of_the_last_steps_alone_leaves_the_highest_rate_before_it(kind, in_the_middle):
+    settings = OptimizerSettings(learning_rate=0.4, schedule=kind, warmup_steps=2, decay_steps=8)
+    rates = [float(schedule(settings, steps=15)(step)) for step in (0, 1, 2, 6, 7, 10, 15)]
+    np.testing.assert_allclose(rates, [0.2, 0.4, 0.4, 0.4, 0.4, in_the_middle, 0], rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("change", "moves_matrices"),
+    [
+        ({"momentum": 0.5}, True),
+        ({"learning_rate": 0.01}, True),
+        ({"beta1": 0.5}, False),
+        ({"adam_learning_rate": 0.01}, False),
+    ],
+)
+def test_muon_has_momentum_and_rate_of_its_own_and_adam_the_others(change, moves_matrices):
+    axes, parameters = small_model()
+    turned = jax.tree.map(lambda leaf: jnp.flip(leaf, axis=-1), parameters)
+
+    def second_update(settings):
+        optimizer = make_optimizer(settings, axes, steps=10)
+        _, state = optimizer.update(parameters, optimizer.init(parameters), parameters)
+        return optimizer.update(turned, state, parameters)[0]
+
+    settings = OptimizerSettings(
+        name="muon", learning_rate=0.02, adam_learning_rate=0.02, schedule="constant"
+    )
+    changed = dataclasses.replace(settings, **change)
+    taken = jax.tree.map(
+        lambda each: _muon_dimensions(each) is not None,
+        axes,
+        is_leaf=lambda node: isinstance(node, LogicalAxes),
+    )
+    before, after = jax.jit(lambda: (second_update(settings), second_update(changed)))()
+    for is_taken, left, right in zip(*map(jax.tree.leaves, (taken, before, after)), strict=True):
+        assert bool(jnp.any(left != right)) == (is_taken == moves_matrices)
+
+
 def test_what_cannot_be_is_refused_by_name():
     for changes, part in (
         ({"name": "sgd"}, "optimizer.name is 'sgd', expected one of adamw, muon, adafactor"),
@@ -106,6 +149,9 @@ def test_what_cannot_be_is_refused_by_name():
         ({"learning_rate": math.nan}, "optimizer.learning_rate is nan"),
         ({"beta2": 1.0}, "optimizer.beta2 is 1.0"),
         ({"clip_norm": -1.0}, "optimizer.clip_norm is -1.0"),
+        ({"momentum": 1.0}, "optimizer.momentum is 1.0"),
+        ({"decay_steps": 0}, "optimizer.decay_steps is 0, expected at least 1"),
+        ({"decay_steps": 2, "schedule": "constant"}, "optimizer.decay_steps is 2, expected none: a constant"),
         ({"final_share": 1.5}, "optimizer.final_share is 1.5"),
         ({"adam_learning_rate": 0.1}, "optimizer.adam_learning_rate is 0.1"),
     ):
@@ -113,3 +159,5 @@ def test_what_cannot_be_is_refused_by_name():
             OptimizerSettings(**changes)
     with pytest.raises(ConfigError, match="warmup_steps is 11, expected no more than the 10 steps"):
         schedule(OptimizerSettings(warmup_steps=11), steps=10)
+    with pytest.raises(ConfigError, match="decay_steps is 8, expected no more than the 7 steps that follow"):
+        schedule(OptimizerSettings(warmup_steps=3, decay_steps=8), steps=10)

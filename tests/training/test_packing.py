@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from qwen35_jax.ops.segments import positions
 from qwen35_jax.training.document import Document
-from qwen35_jax.training.packing import PackedRows, pack
+from qwen35_jax.training.packing import PackedRows, pack, pack_in_order
 from qwen35_jax.training.records import DataError
 
 ROW = 23
@@ -103,6 +103,30 @@ def test_best_fit_fills_rows_that_fit_exactly() -> None:
     assert pack([4, 7, 3, 5, 6, 5], 10) == [[1, 2], [4, 0], [3, 5]]
 
 
+@given(LENGTHS)
+def test_in_the_order_of_the_documents_a_row_ends_where_the_next_one_does_not_fit(lengths: list[int]) -> None:
+    rows = pack_in_order(lengths, ROW)
+    assert [index for row in rows for index in row] == list(range(len(lengths)))
+    filled = [sum(lengths[index] for index in row) for row in rows]
+    assert max(filled) <= ROW
+    for tokens, following in zip(filled, rows[1:], strict=False):
+        assert tokens + lengths[following[0]] > ROW
+
+
+def test_rows_as_written_hold_the_documents_one_after_the_other() -> None:
+    packed = PackedRows(documents([4, 5, 3, 2]), 10, pad_id=99, order="as_written")
+    assert packed[0].tokens.tolist() == [*range(9), 99]
+    assert packed[1].tokens.tolist() == [*range(9, 14), *[99] * 5]
+    assert packed.fingerprint() != PackedRows(documents([4, 5, 3, 2]), 10, pad_id=99).fingerprint()
+
+
+def test_a_token_of_a_document_with_weights_has_its_own() -> None:
+    weights = np.array([0, 0.125, 1, 3], np.float32)
+    packed = PackedRows([Document(np.arange(4, dtype=np.int32), weights)] * 2, 9)
+    assert packed[0].weights.tolist() == [*weights.tolist(), *weights.tolist(), 0]
+    assert packed.documents[0].trained.tolist() == [False, True, True, True]
+
+
 def test_the_same_lengths_give_the_same_rows() -> None:
     lengths = np.random.default_rng(3).integers(1, 100, 500).tolist()
     assert pack(lengths, 128) == pack(list(lengths), 128)
@@ -125,15 +149,16 @@ def test_common_lengths_leave_little_padding() -> None:
 
 
 def test_a_document_longer_than_a_row_is_refused() -> None:
-    with pytest.raises(DataError, match="document 1 has 24 tokens, expected at most those of a row, 23"):
-        PackedRows(documents([4, 24]), ROW)
+    for order in ("shuffled", "as_written"):
+        with pytest.raises(DataError, match="document 1 has 24 tokens, expected at most those of a row, 23"):
+            PackedRows(documents([4, 24]), ROW, order=order)
 
 
 def test_rows_are_the_same_only_with_the_same_documents_and_layout() -> None:
     base = PackedRows(documents([4, 5]), 10).fingerprint()
     assert PackedRows(documents([4, 5]), 10).fingerprint() == base
     other = documents([4, 5])
-    other[0].trained[2] = True
+    other[0].weights[2] = True
     for packed in (
         PackedRows(documents([5, 4]), 10),
         PackedRows(documents([4, 5]), 11),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from qwen35_jax.training.records import Chat, Completion, DataError, Text, read_records
+from qwen35_jax.training.records import Chat, Completion, DataError, Parts, Text, read_records
 
 MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {}}}
@@ -28,6 +28,7 @@ def test_every_form_is_read_with_its_place(tmp_path: Path) -> None:
         json.dumps({"prompt": "2 + 2 =", "completion": " 4"}),
         json.dumps({"text": "Once upon\u2028a time"}, ensure_ascii=False),
         json.dumps({"messages": MESSAGES, "tools": None, "text": "not looked at"}),
+        json.dumps({"parts": [["Once ", 0], ["upon", 2.5]]}),
     )
     records = read_records(path)
     assert [record.content for record in records] == [
@@ -35,8 +36,9 @@ def test_every_form_is_read_with_its_place(tmp_path: Path) -> None:
         Completion("2 + 2 =", " 4"),
         Text("Once upon\u2028a time"),
         Chat(MESSAGES, None),
+        Parts((("Once ", 0.0), ("upon", 2.5))),
     ]
-    assert [record.place for record in records] == [f"{path}, line {number}" for number in (1, 4, 5, 6)]
+    assert [record.place for record in records] == [f"{path}, line {number}" for number in (1, 4, 5, 6, 7)]
 
 
 @pytest.mark.parametrize(
@@ -50,6 +52,12 @@ def test_every_form_is_read_with_its_place(tmp_path: Path) -> None:
         ("{}", "has the fields none, expected messages"),
         ('{"text": 5}', "text is 5, expected a text"),
         ('{"prompt": "a", "completion": null}', "completion is None, expected a text"),
+        ('{"parts": []}', r"parts is \[\], expected a list of pairs"),
+        ('{"parts": "Hi"}', "parts is 'Hi', expected a list of pairs"),
+        ('{"parts": [["a", 1], ["b"]]}', r"parts\[1\] is \['b'\], expected a text and its weight"),
+        ('{"parts": [["a", true]]}', r"parts\[0\] is \['a', True\]"),
+        ('{"parts": [["a", -1]]}', r"parts\[0\] is \['a', -1\]"),
+        ('{"parts": [["a", 1e999]]}', r"parts\[0\] is \['a', inf\]"),
         ('{"messages": "Hi"}', "messages is 'Hi', expected a list of messages"),
         ('{"messages": []}', "messages is empty"),
         ('{"messages": [{"role": "robot", "content": "Hi"}]}', r"messages\[0\].role is 'robot'"),

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from qwen35_jax.errors import ConfigError
+from qwen35_jax.training.preference.objective import Preference
 from qwen35_jax.training.settings import MAY_DIFFER, as_tables, differences, read_settings
 
 LEAST = """
@@ -123,4 +124,5 @@ def test_a_run_goes_on_only_with_what_changes_no_step(tmp_path: Path) -> None:
         "optimizer.learning_rate was 2e-05 and is 0.5 now",
     ]
     known = {f"{section}.{key}" for section, table in saved.items() for key in table}
+    known |= {f"preference.{field.name}" for field in dataclasses.fields(Preference)}
     assert known > MAY_DIFFER

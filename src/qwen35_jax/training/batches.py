@@ -1,9 +1,9 @@
-"""The batches of a training run: shuffled, cut among processes, and resumable at every step. Needs the `train` extra.
+"""The batches of a training run: in order, cut among processes, and resumable at every step. Needs the `train` extra.
 
-Grain gives the order of the rows: shuffled by seed and epoch, epochs after each other without end, so that a step at
-the end of one takes what it lacks from the next. The order belongs to the run, not to a process. A step's rows are the
-same on any number of processes, and each makes only those that it holds, which the mesh decides, see
-`qwen35_jax.training.placement.held_rows`.
+Grain gives the order of the rows: shuffled by seed and epoch, or as they are, epochs after each other without end, so
+that a step at the end of one takes what it lacks from the next. The order belongs to the run, not to a process. A
+step's rows are the same on any number of processes, and each makes only those that it holds, which the mesh decides,
+see `qwen35_jax.training.placement.held_rows`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Batches(Iterator[AnyBatch], Generic[AnyBatch]):
         packed: all rows of the data set; the same on every process.
         micro_batches: of a step.
         rows: of a micro-batch, those of all processes together.
-        seed: of the order, from 0 to 2**32 - 1.
+        seed: of the order, from 0 to 2**32 - 1; None for the rows as they follow each other, in every epoch.
         held: indices of those rows of a micro-batch that this process holds; all of them by default.
 
     Attributes:
@@ -62,12 +62,12 @@ class Batches(Iterator[AnyBatch], Generic[AnyBatch]):
         *,
         micro_batches: int,
         rows: int,
-        seed: int,
+        seed: int | None,
         held: Int[np.ndarray, " held"] | None = None,
     ):
         _check(packed, micro_batches, rows)
         own_rows = slice(None) if held is None else held
-        if not 0 <= seed < 2**32:
+        if seed is not None and not 0 <= seed < 2**32:
             raise ConfigError(f"seed is {seed}, expected a number from 0 to 2**32 - 1")
         rows_per_step = micro_batches * rows
         self.steps_per_epoch = len(packed) / rows_per_step
@@ -77,7 +77,10 @@ class Batches(Iterator[AnyBatch], Generic[AnyBatch]):
         def own(indices: Int[np.ndarray, " rows_per_step"]) -> AnyBatch:
             return packed.batch(indices.reshape(micro_batches, rows)[:, own_rows])
 
-        steps = grain.MapDataset.range(len(packed)).shuffle(seed=seed).repeat().batch(rows_per_step).map(own)
+        order = grain.MapDataset.range(len(packed))
+        if seed is not None:
+            order = order.shuffle(seed=seed)
+        steps = order.repeat().batch(rows_per_step).map(own)
         # A step is made in milliseconds, so one thread keeps ahead of the device; each step held takes memory.
         self._steps = iter(steps.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)))
 

@@ -4,7 +4,9 @@ What a line becomes. A chat: see `chat_spans`. A text: all of its tokens but the
 one stop token. A completion: its own tokens and one stop token, behind those of its prompt; both are encoded apart, as
 they will be when the model is asked. The stop token of texts and completions is `<|endoftext|>`, with which the family
 ends documents, or else the end token that the tokenizer's config names; where the text ends with it already, none is
-added. Names of special tokens in texts and completions are these tokens, so that text from a template can be learned.
+added. Parts with weights are one text, encoded as if it were in one piece, and a token has the weight of the part that
+it ends in; no stop token is added, since nothing says what it would weigh. Names of special tokens in texts,
+completions and parts are these tokens, so that text from a template can be learned.
 
 What is skipped, and counted. A chat in which an assistant's message has neither content nor a call, or a completion of
 nothing: it is nearly always a fault of the data, would teach the model to say nothing, and one such line is no reason
@@ -25,7 +27,7 @@ from qwen35_jax.inference.chat.answer_parser import END_OF_THINK
 from qwen35_jax.inference.tokenizer import Tokenizer
 from qwen35_jax.training.chat_spans import ChatDocuments
 from qwen35_jax.training.document import Document
-from qwen35_jax.training.records import Chat, Completion, DataError, Record, Text
+from qwen35_jax.training.records import AnyForm, Chat, Completion, DataError, Parts, Record
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -99,7 +101,7 @@ class Dataset(NamedTuple):
 
 
 def make_dataset(
-    records: Iterable[Record[Chat | Completion | Text]],
+    records: Iterable[Record[AnyForm]],
     tokenizer: Tokenizer,
     chats: ChatDocuments | None,
     *,
@@ -137,7 +139,7 @@ def make_dataset(
             if too_long == "drop":
                 summary.dropped.add(record)
                 continue
-            document = Document(document.tokens[:context], document.trained[:context])
+            document = document.cut(context)
             if document.trained.any():
                 summary.cut.add(record)
         if not document.trained.any():
@@ -152,9 +154,7 @@ def make_dataset(
     return Dataset(documents, summary)
 
 
-def make_document(
-    record: Record[Chat | Completion | Text], tokenizer: Tokenizer, chats: ChatDocuments | None
-) -> Document:
+def make_document(record: Record[AnyForm], tokenizer: Tokenizer, chats: ChatDocuments | None) -> Document:
     """The document of one record; arguments as for `make_dataset`.
 
     Raises:
@@ -166,6 +166,8 @@ def make_document(
             if chats is None:
                 raise PromptError("the model has no chat template: give text, or prompt and completion")
             return chats.encode(content.messages, content.tools)
+        if isinstance(content, Parts):
+            return _weighed(content, tokenizer)
         prompt, learned = content if isinstance(content, Completion) else ("", content.text)
         known = tokenizer.encode(prompt, add_special_tokens=False)
         tokens = tokenizer.encode(learned, add_special_tokens=False)
@@ -176,6 +178,16 @@ def make_document(
         tokens.append(stop)
     trained = np.arange(len(known) + len(tokens)) >= max(len(known), 1)
     return Document(np.asarray(known + tokens, np.int32), trained)
+
+
+def _weighed(content: Parts, tokenizer: Tokenizer) -> Document:
+    texts, weights = zip(*content.parts, strict=True)
+    encoding = tokenizer.backend.encode("".join(texts), add_special_tokens=False)
+    last_characters = np.array([end for _, end in encoding.offsets], np.int64) - 1
+    parts = np.searchsorted(np.cumsum([len(text) for text in texts]), last_characters, side="right")
+    of_tokens = np.array(weights, np.float32)[parts]
+    of_tokens[:1] = 0
+    return Document(np.asarray(encoding.ids, np.int32), of_tokens)
 
 
 def _stop_token(tokenizer: Tokenizer) -> int:
@@ -189,7 +201,7 @@ def _stop_token(tokenizer: Tokenizer) -> int:
     return stop
 
 
-def _has_empty_answer(record: Record[Chat | Completion | Text]) -> bool:
+def _has_empty_answer(record: Record[AnyForm]) -> bool:
     content = record.content
     if isinstance(content, Completion):
         return not content.completion.strip()

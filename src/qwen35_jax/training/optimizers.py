@@ -39,9 +39,12 @@ class OptimizerSettings:
         adam_learning_rate: of what `muon` leaves to AdamW; None for the same.
         schedule: what follows the warm-up: the highest rate to the end, or a fall to `final_share` of it.
         warmup_steps: over which the rate rises from 0, linearly.
+        decay_steps: the last ones of the run, in which the rate falls after it has stayed the highest; None for a fall
+            that begins where the warm-up ends.
         final_share: of the highest rate, at the last step.
         weight_decay: times the rate, of matrices only; under `muon` only of those that it takes.
-        beta1, beta2: decay of AdamW's moments; `beta1` is also Muon's momentum.
+        beta1, beta2: decay of AdamW's moments.
+        momentum: decay of Muon's.
         epsilon: beside the root of AdamW's second moment.
         clip_norm: gradients whose norm is larger, all together, are scaled down to it.
     """
@@ -51,10 +54,12 @@ class OptimizerSettings:
     adam_learning_rate: float | None = None
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
     warmup_steps: int = 0
+    decay_steps: int | None = None
     final_share: float = 0.0
     weight_decay: float = 0.0
     beta1: float = 0.9
     beta2: float = 0.95
+    momentum: float = 0.95
     epsilon: float = 1e-8
     clip_norm: float = 1.0
 
@@ -65,9 +70,12 @@ class OptimizerSettings:
             self._check(name, getattr(self, name) > 0, "a number above 0")
         for name in ("weight_decay", "warmup_steps"):
             self._check(name, getattr(self, name) >= 0, "a number of at least 0")
-        for name in ("beta1", "beta2"):
+        for name in ("beta1", "beta2", "momentum"):
             self._check(name, 0 <= getattr(self, name) < 1, "a number from 0 to below 1")
         self._check("final_share", 0 <= self.final_share <= 1, "a number from 0 to 1")
+        if self.decay_steps is not None:
+            self._check("decay_steps", self.decay_steps >= 1, "at least 1")
+            self._check("decay_steps", self.schedule != "constant", "none: a constant rate does not fall")
         if self.adam_learning_rate is not None:
             self._check("adam_learning_rate", self.adam_learning_rate > 0, "a number above 0")
             self._check("adam_learning_rate", self.name == "muon", "none: only muon has a second rate")
@@ -90,7 +98,7 @@ def make_optimizer(settings: OptimizerSettings, axes: Axes, *, steps: int) -> op
         steps: of the whole run, which the schedule spans.
 
     Raises:
-        ConfigError: the warm-up takes longer than the run.
+        ConfigError: as for `schedule`.
     """
     decays = jax.tree.map(is_matrix, axes, is_leaf=_is_axes)
     rate = schedule(settings, steps=steps)
@@ -104,7 +112,7 @@ def make_optimizer(settings: OptimizerSettings, axes: Axes, *, steps: int) -> op
         highest = settings.adam_learning_rate or settings.learning_rate
         chosen = muon(
             rate,
-            beta=settings.beta1,
+            beta=settings.momentum,
             weight_decay=settings.weight_decay,
             adam_b1=settings.beta1,
             adam_b2=settings.beta2,
@@ -128,14 +136,19 @@ def schedule(settings: OptimizerSettings, *, steps: int) -> optax.Schedule:
     """The learning rate at each step, counted from 0.
 
     Raises:
-        ConfigError: the warm-up takes longer than the run.
+        ConfigError: the warm-up takes longer than the run, or overlaps with the decay.
     """
     warmup, highest = settings.warmup_steps, settings.learning_rate
     if warmup > steps:
         raise ConfigError(
             f"optimizer.warmup_steps is {warmup}, expected no more than the {steps} steps of the run"
         )
-    falling = max(1, steps - warmup)
+    if settings.decay_steps is not None and settings.decay_steps > steps - warmup:
+        raise ConfigError(
+            f"optimizer.decay_steps is {settings.decay_steps}, expected no more than the {steps - warmup} steps that "
+            "follow the warm-up"
+        )
+    falling = settings.decay_steps or max(1, steps - warmup)
     after = {
         "constant": optax.constant_schedule(highest),
         "linear": optax.linear_schedule(highest, highest * settings.final_share, falling),
@@ -143,7 +156,7 @@ def schedule(settings: OptimizerSettings, *, steps: int) -> optax.Schedule:
     }[settings.schedule]
     # The first step already moves: a rise from 0 would waste it.
     rise = optax.linear_schedule(highest / max(1, warmup), highest, max(1, warmup - 1))
-    return optax.join_schedules([rise, after], [warmup])
+    return optax.join_schedules([rise, optax.constant_schedule(highest), after], [warmup, steps - falling])
 
 
 def is_matrix(axes: LogicalAxes) -> bool:

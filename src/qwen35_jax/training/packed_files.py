@@ -8,12 +8,18 @@ from qwen35_jax.inference.chat_template import ChatTemplate
 from qwen35_jax.inference.tokenizer import Tokenizer
 from qwen35_jax.training.chat_spans import ChatDocuments
 from qwen35_jax.training.dataset import Summary, TooLong, make_dataset
-from qwen35_jax.training.packing import PackedRows
+from qwen35_jax.training.packing import Order, PackedRows
 from qwen35_jax.training.records import Chat, read_records
 
 
 def packed_file(
-    file: str, model_folder: Path, *, row_length: int, too_long: TooLong, pad_id: int
+    file: str,
+    model_folder: Path,
+    *,
+    row_length: int,
+    too_long: TooLong,
+    pad_id: int,
+    order: Order = "shuffled",
 ) -> tuple[PackedRows, Summary]:
     """The rows of a file, and what became of its records.
 
@@ -23,6 +29,7 @@ def packed_file(
         row_length: tokens of a row, and of the longest document.
         too_long: see `make_dataset`.
         pad_id: token that fills rows up.
+        order: of the rows, see `PackedRows`.
 
     Raises:
         PromptError: the model has no tokenizer, or for chats no usable template.
@@ -34,4 +41,4 @@ def packed_file(
     if any(isinstance(record.content, Chat) for record in records):
         chats = ChatDocuments(ChatTemplate.from_folder(model_folder), tokenizer)
     dataset = make_dataset(records, tokenizer, chats, context=row_length, too_long=too_long)
-    return PackedRows(dataset.documents, row_length, pad_id), dataset.summary
+    return PackedRows(dataset.documents, row_length, pad_id, order=order), dataset.summary

@@ -6,6 +6,9 @@ Documents are taken in windows, and those of a window placed from the longest to
 it leaves the least room in, a new one if it fits into none (best-fit decreasing, whose rows are at most 11/9 of the
 fewest possible, and one more; D. S. Johnson, "Near-optimal bin packing algorithms", 1973). No document is split. The
 same lengths give the same rows on every machine.
+
+For data whose order means something, as that of a curriculum does, there are rows in the order of the documents
+instead: each goes into the row of the one before it, or begins the next.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import functools
 import hashlib
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -32,13 +35,17 @@ WINDOW = 4096
 """Documents that are placed together; the search takes time that grows with it."""
 
 
+Order = Literal["shuffled", "as_written"]
+"""Of rows and of the documents in them: any, chosen so that little is padding, or that in which they are given."""
+
+
 class Row(NamedTuple):
     """Documents side by side.
 
     Attributes:
         tokens: ids; at padding that of `PackedRows.pad_id`.
         segment_ids: 1, 2, 3 for the documents and 0 for the padding behind them, whatever the ids of the tokens.
-        weights: 1 at tokens that are trained, else 0; a first token of a document never is.
+        weights: of the documents; 0 at the padding and at the first token of a document.
     """
 
     tokens: Int[np.ndarray, " time"]
@@ -60,12 +67,7 @@ def pack(lengths: Sequence[int], row_length: int, *, window: int = WINDOW) -> li
     Raises:
         DataError: a document is longer than a row.
     """
-    for index, length in enumerate(lengths):
-        if length > row_length:
-            raise DataError(
-                f"document {index} has {length} tokens, expected at most those of a row, {row_length}: "
-                "drop or cut it before packing"
-            )
+    _check_fit(lengths, row_length)
     rows: list[list[int]] = []
     for begin in range(0, len(lengths), window):
         indices = range(begin, min(begin + window, len(lengths)))
@@ -82,6 +84,29 @@ def pack(lengths: Sequence[int], row_length: int, *, window: int = WINDOW) -> li
     return rows
 
 
+def pack_in_order(lengths: Sequence[int], row_length: int) -> list[list[int]]:
+    """The same, with rows that follow each other as the documents do, as many in each as fit."""
+    _check_fit(lengths, row_length)
+    rows: list[list[int]] = []
+    room = 0
+    for index, length in enumerate(lengths):
+        if not rows or length > room:
+            rows.append([])
+            room = row_length
+        rows[-1].append(index)
+        room -= length
+    return rows
+
+
+def _check_fit(lengths: Sequence[int], row_length: int) -> None:
+    for index, length in enumerate(lengths):
+        if length > row_length:
+            raise DataError(
+                f"document {index} has {length} tokens, expected at most those of a row, {row_length}: "
+                "drop or cut it before packing"
+            )
+
+
 @dataclasses.dataclass(frozen=True)
 class PackedRows:
     """The rows of a data set, each made when it is asked for.
@@ -92,6 +117,7 @@ class PackedRows:
         pad_id: token that fills rows up. It may be a token of the text as well: what is padding is told by
             `segment_ids` alone, never by an id.
         together: so many documents at a time, one after the other, share a row.
+        order: of the rows.
         rows: indices of the documents of each row, in the order in which they stand there.
     """
 
@@ -99,11 +125,13 @@ class PackedRows:
     row_length: int
     pad_id: int = 0
     together: int = 1
+    order: Order = "shuffled"
     rows: Sequence[Sequence[int]] = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         lengths = np.array([len(document.tokens) for document in self.documents], np.int64)
-        rows = pack(lengths.reshape(-1, self.together).sum(axis=1).tolist(), self.row_length)
+        packed = {"shuffled": pack, "as_written": pack_in_order}[self.order]
+        rows = packed(lengths.reshape(-1, self.together).sum(axis=1).tolist(), self.row_length)
         object.__setattr__(self, "rows", [[one for each in row for one in self._group(each)] for row in rows])
 
     def __len__(self) -> int:
@@ -134,7 +162,7 @@ class PackedRows:
         """A text that is the same only for the same rows."""
         digest = hashlib.sha256(f"{self.row_length} {self.pad_id} {self.rows}".encode())
         for document in self.documents:
-            digest.update(document.tokens.tobytes() + document.trained.tobytes())
+            digest.update(document.tokens.tobytes() + document.weights.tobytes())
         return digest.hexdigest()[:16]
 
     def _group(self, index: int) -> range:
@@ -151,5 +179,5 @@ class PackedRows:
             here = slice(end - len(document.tokens), end)
             row.tokens[here] = document.tokens
             row.segment_ids[here] = number
-            row.weights[here] = document.trained
+            row.weights[here] = document.weights
         return row

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,7 +19,7 @@ from qwen35_jax.errors import ConfigError, PromptError
 from qwen35_jax.inference.settings import GenerationSettings
 from qwen35_jax.model import abstract_model
 from qwen35_jax.sharding import parameter_axes
-from qwen35_jax.training.batches import Batches
+from qwen35_jax.training.batches import AnyBatch, Batches, Rows
 from qwen35_jax.training.optimizers import make_optimizer
 from qwen35_jax.training.packed_files import packed_file
 from qwen35_jax.training.packing import PackedRows
@@ -29,6 +30,7 @@ from qwen35_jax.training.placement import (
     held_rows,
     make_mesh,
 )
+from qwen35_jax.training.preference.rows import ReferencedRows, packed_pairs
 from qwen35_jax.training.samples import encode_questions
 from qwen35_jax.training.settings import TrainingSettings
 from qwen35_jax.training.train_step import TrainState
@@ -48,7 +50,8 @@ class PreparedRun:
         part: what is trained of the model.
         optimizer: of that part.
         abstract_state: shapes, dtypes and shardings of the state.
-        batches: of the steps.
+        train_rows: of the data.
+        batches: of the steps, over these rows.
         evaluation_rows: that the loss is measured on at intervals, if any.
         questions: prompts that are answered at intervals.
         answering: how they are.
@@ -64,8 +67,9 @@ class PreparedRun:
     part: TrainedPart
     optimizer: optax.GradientTransformation
     abstract_state: TrainState
-    batches: Batches
-    evaluation_rows: PackedRows | None
+    train_rows: PackedRows
+    batches: Batches[Any]
+    evaluation_rows: PackedRows | ReferencedRows | None
     questions: list[list[int]]
     answering: GenerationSettings
     rows: int
@@ -108,7 +112,7 @@ def prepare(settings: TrainingSettings, watcher: Watcher) -> PreparedRun:
     )
     answering = GenerationSettings(max_new_tokens=settings.run.answer_tokens)
     questions = _questions(settings, folder, config, answering, watcher)
-    batches = Batches(train, micro_batches=data.micro_batches, rows=rows, seed=data.seed, held=held)
+    batches = make_batches(settings, train, rows, held)
     steps = settings.run.steps or math.ceil((settings.run.epochs or 0) * batches.steps_per_epoch)
     optimizer = make_optimizer(settings.optimizer, part.axes, steps=steps)
     return PreparedRun(
@@ -121,6 +125,7 @@ def prepare(settings: TrainingSettings, watcher: Watcher) -> PreparedRun:
         abstract_state=abstract_train_state(
             mesh, part.trained_shardings, part.trained, optimizer, seed=settings.run.seed
         ),
+        train_rows=train,
         batches=batches,
         evaluation_rows=evaluation,
         questions=questions,
@@ -129,6 +134,22 @@ def prepare(settings: TrainingSettings, watcher: Watcher) -> PreparedRun:
         held=held,
         steps=steps,
     )
+
+
+def make_batches(
+    settings: TrainingSettings, packed: Rows[AnyBatch], rows: int, held: np.ndarray
+) -> Batches[AnyBatch]:
+    """The steps of a run.
+
+    Args:
+        settings: of the run.
+        packed: rows of its data.
+        rows: of a micro-batch, of all devices together.
+        held: those of them that this process holds.
+    """
+    data = settings.data
+    seed = data.seed if data.order == "shuffled" else None
+    return Batches(packed, micro_batches=data.micro_batches, rows=rows, seed=seed, held=held)
 
 
 def _check_model(settings: TrainingSettings, config: ModelConfig) -> None:
@@ -148,13 +169,15 @@ def _rows(
     name: str, file: str, settings: TrainingSettings, folder: Path, config: ModelConfig, watcher: Watcher
 ) -> PackedRows:
     data = settings.data
-    packed, summary = packed_file(
-        file,
-        folder,
-        row_length=data.row_length,
-        too_long=data.too_long,
-        pad_id=config.text.pad_token_id or 0,
-    )
+    options: Any = {
+        "row_length": data.row_length,
+        "pad_id": config.text.pad_token_id or 0,
+        "order": data.order,
+    }
+    if settings.preference is None:
+        packed, summary = packed_file(file, folder, too_long=data.too_long, **options)
+    else:
+        packed, summary = packed_pairs(file, folder, **options)
     watcher.note(
         f"{name} data: {summary}; {len(packed):,} rows of {data.row_length:,} tokens, {packed.padding:.0%} padding"
     )

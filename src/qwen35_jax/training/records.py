@@ -5,14 +5,16 @@ A line is a JSON object that holds one of
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}], "tools": [...]}
     {"prompt": "...", "completion": "..."}
     {"text": "..."}
+    {"parts": [["...", 0.1], ["...", 1], ["...", 0]]}
 
-where `tools` may be left out. Other fields are not looked at; of an object with several of these forms the first in
-this order counts. Blank lines are allowed, so is a byte order mark.
+where `tools` may be left out, and the numbers of `parts` are weights in the loss. Other fields are not looked at; of an
+object with several of these forms the first in this order counts. Blank lines are allowed, so is a byte order mark.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import reprlib
 from collections.abc import Callable, Iterator
@@ -23,7 +25,7 @@ from qwen35_jax.errors import Qwen35Error
 from qwen35_jax.inference.chat.marks import texts
 from qwen35_jax.inference.chat.messages import MessageError, checked_messages, checked_tools
 
-FORMS = "messages, or prompt and completion, or text"
+FORMS = "messages, or prompt and completion, or text, or parts"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 60
@@ -53,6 +55,20 @@ class Text(NamedTuple):
     text: str
 
 
+class Parts(NamedTuple):
+    """A text in parts that follow each other without anything between them.
+
+    Attributes:
+        parts: of each its text, and how much a token of it counts in the loss.
+    """
+
+    parts: tuple[tuple[str, float], ...]
+
+
+AnyForm = Chat | Completion | Text | Parts
+"""What a line of the data of fine-tuning may say."""
+
+
 Content = TypeVar("Content")
 
 
@@ -72,7 +88,7 @@ ContentOf = Callable[[str, dict[str, Any]], Content]
 """Makes of the place and the object of a line what it says, or raises `DataError`."""
 
 
-def read_records(path: str | os.PathLike[str]) -> list[Record[Chat | Completion | Text]]:
+def read_records(path: str | os.PathLike[str]) -> list[Record[AnyForm]]:
     """All records of a JSONL file, in order.
 
     Raises:
@@ -142,7 +158,7 @@ def _record(place: str, line: bytes, content_of: ContentOf[Content], forms: str)
     return Record(place, content_of(place, content))
 
 
-def _content(place: str, content: dict[str, Any]) -> Chat | Completion | Text:
+def _content(place: str, content: dict[str, Any]) -> AnyForm:
     if "messages" in content:
         try:
             messages = checked_messages(content["messages"])
@@ -156,6 +172,8 @@ def _content(place: str, content: dict[str, Any]) -> Chat | Completion | Text:
         return Completion(*(_text(place, content, field) for field in ("prompt", "completion")))
     if "text" in content:
         return Text(_text(place, content, "text"))
+    if "parts" in content:
+        return Parts(_parts(place, content["parts"]))
     raise no_form(place, content, FORMS)
 
 
@@ -166,6 +184,24 @@ def _text(place: str, content: dict[str, Any], field: str) -> str:
             f"{place}: {field} is {_REPR.repr(value)}, expected a text; a conversation goes into messages"
         )
     return value
+
+
+def _parts(place: str, value: Any) -> tuple[tuple[str, float], ...]:
+    if not isinstance(value, list) or not value:
+        raise DataError(f"{place}: parts is {_REPR.repr(value)}, expected a list of pairs of text and weight")
+    for index, part in enumerate(value):
+        if not (
+            isinstance(part, list) and len(part) == 2 and isinstance(part[0], str) and _is_weight(part[1])
+        ):
+            raise DataError(
+                f"{place}: parts[{index}] is {_REPR.repr(part)}, expected a text and its weight in the loss, a number "
+                "of at least 0"
+            )
+    return tuple((text, float(weight)) for text, weight in value)
+
+
+def _is_weight(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
 def _check_surrogates(place: str, content: dict[str, Any]) -> None:

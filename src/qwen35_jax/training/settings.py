@@ -39,6 +39,8 @@ from qwen35_jax.errors import ConfigError
 from qwen35_jax.training.lora import LoRA
 from qwen35_jax.training.objective import Objective
 from qwen35_jax.training.optimizers import OptimizerSettings
+from qwen35_jax.training.preference.objective import Preference
+from qwen35_jax.training.train_step import StepObjective
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +67,9 @@ class DataSettings:
         evaluation: a JSONL file that the loss is measured on at intervals; None for none.
         micro_batches: that a step's rows are taken in, one after the other, where memory does not hold all at once.
         too_long: what becomes of a longer document, see `make_dataset`.
-        seed: of the order of the rows.
+        order: in which documents are learned: `shuffled`, another in every epoch, or `as_written`, that of the file, as
+            a curriculum asks for. In the latter rows are not filled up as well.
+        seed: of the shuffling.
     """
 
     train: str
@@ -74,6 +78,7 @@ class DataSettings:
     evaluation: str | None = None
     micro_batches: int = 1
     too_long: Literal["drop", "cut"] = "drop"
+    order: Literal["shuffled", "as_written"] = "shuffled"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -141,7 +146,9 @@ class RunSettings:
 class TrainingSettings:
     """A run: one attribute for each section of the file.
 
-    With `[lora]` an adapter is trained and the model stays as it is; without, all parameters are trained.
+    With `[lora]` an adapter is trained and the model stays as it is; without, all parameters are trained. With
+    `[preference]` the data are pairs of answers, see `qwen35_jax.training.preference`, and `[objective]`, which is of
+    chats and texts, is left out.
     """
 
     data: DataSettings
@@ -150,6 +157,20 @@ class TrainingSettings:
     objective: Objective = dataclasses.field(default_factory=Objective)
     optimizer: OptimizerSettings = dataclasses.field(default_factory=OptimizerSettings)
     lora: LoRA | None = None
+    preference: Preference | None = None
+
+    def __post_init__(self) -> None:
+        if self.preference is None:
+            return
+        if self.objective != Objective():
+            raise ConfigError("[objective] is given beside [preference], expected only one of the two")
+        if self.data.too_long == "cut":
+            raise ConfigError("[data] too_long is 'cut', but pairs of answers are never cut: expected 'drop'")
+
+    @property
+    def minimized(self) -> StepObjective:
+        """What the steps minimize."""
+        return self.objective if self.preference is None else self.preference
 
 
 MAY_DIFFER = frozenset(
@@ -158,6 +179,7 @@ MAY_DIFFER = frozenset(
         "data.evaluation",
         "data.micro_batches",
         "objective.rematerialize",
+        "preference.rematerialize",
         "run.output",
         "run.steps",
         "run.epochs",
