@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from qwen35_jax.checkpoint.source import convert
 from qwen35_jax.training.trainer import Trainer
 from tests.training.small_run import STEPS, small_run, write_model, write_texts
 
@@ -30,6 +31,7 @@ PROGRAM = textwrap.dedent(
     import json, os, signal, sys
     from pathlib import Path
     import jax, numpy as np
+    from qwen35_jax.checkpoint.safetensors_file import StoredTensor
     from qwen35_jax.training import preparation, trainer
     from qwen35_jax.training.guard import TrainingError
     from qwen35_jax.training.objective import Batch
@@ -48,6 +50,14 @@ PROGRAM = textwrap.dedent(
         return made[key]
 
     preparation.make_optimizer = made_once
+
+    bytes_read, read = [], StoredTensor.read_bytes_into
+
+    def counted(self, out, *, start):
+        bytes_read.append(len(out))  # from several threads
+        read(self, out, start=start)
+
+    StoredTensor.read_bytes_into = counted
 
     class Stops(trainer.Watcher):
         def line(self, line):
@@ -82,13 +92,16 @@ PROGRAM = textwrap.dedent(
         assert jax.device_count() == 8 and jax.local_device_count() == 8 // count
         lora = {"lora": {"rank": 3, "alpha": 6.0, "dropout": 0.1}, "optimizer": {"learning_rate": 0.05}}
         if count == 1:
-            print(json.dumps([run("one", **EVALUATION), run("lora-one", **lora)]))
+            whole, found = run("one", **EVALUATION), sum(bytes_read)
+            print(json.dumps({"bytes": found, "runs": [whole, run("lora-one", **lora)]}))
         else:
+            whole, found = run("two", **EVALUATION), sum(bytes_read)
             runs = [
-                run("two", **EVALUATION),
+                whole,
                 run("stopped", Stops()),
                 run("resumed", **EVALUATION),
                 run("lora-two", **lora),
+                run("orbax-two", model={"source": str(folder / "orbax")}),
             ]
             meshes = [
                 {"data": 8},
@@ -97,7 +110,8 @@ PROGRAM = textwrap.dedent(
                 {"fsdp": 2, "sequence": 2, "data": 2},
             ]
             held = [held_rows(make_mesh(sizes), 16).tolist() for sizes in meshes]
-            print(json.dumps({"runs": runs, "misplaced": list(map(misplaced, meshes)), "held": held}), flush=True)
+            report = {"runs": runs, "bytes": found, "held": held, "misplaced": list(map(misplaced, meshes))}
+            print(json.dumps(report), flush=True)
             if index == 1:
                 raise TrainingError("the disk of this process is full")
             while True:
@@ -142,11 +156,12 @@ def start(folder: Path, *, processes: int) -> Started:
         for index in range(processes)
     ]
     try:
-        ended = [process.communicate(timeout=400) for process in started]
+        ended = [process.communicate(timeout=900) for process in started]
     finally:
         for process in started:
             process.kill()
-    printed = [json.loads(out.splitlines()[-1]) if out.strip() else None for out, _ in ended]
+    objects = [[line for line in out.splitlines() if line.startswith("{")] for out, _ in ended]
+    printed = [json.loads(each[0]) if each else None for each in objects]
     return Started(printed, [process.returncode for process in started], [error for _, error in ended])
 
 
@@ -154,6 +169,7 @@ def start(folder: Path, *, processes: int) -> Started:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("processes")
     write_model(folder / "model")
+    convert(folder / "model", folder / "orbax")
     write_texts(folder / "texts.jsonl")
     write_texts(folder / "few.jsonl", 9)
     return folder
@@ -180,6 +196,10 @@ def two(folder: Path, one: Started) -> Started:
 
 def lines(output: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(output: Path) -> list[float]:
+    return [line["loss"] for line in lines(output) if "loss" in line]
 
 
 def assert_same_run(output: Path, expected: Path) -> None:
@@ -242,6 +262,23 @@ def test_two_processes_train_the_adapter_of_one(folder: Path, two: Started) -> N
     assert adapters[0].keys() == adapters[1].keys()
     for name, array in adapters[0].items():
         np.testing.assert_allclose(array, adapters[1][name], rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+def test_each_of_two_processes_reads_only_rows_that_it_holds(one: Started, two: Started) -> None:
+    (everything,) = (printed["bytes"] for printed in one.printed)
+    assert everything > 100_000
+    # Where columns are cut, as they are of most weights here, both read all rows.
+    assert all(0.5 * everything < printed["bytes"] < 0.9 * everything for printed in two.printed)
+
+
+def test_two_processes_read_an_orbax_folder_as_they_do_the_one_that_it_came_from(
+    folder: Path, two: Started
+) -> None:
+    assert [printed["runs"][4] for printed in two.printed] == [DONE] * 2
+    found, expected = (
+        [line["loss"] for line in lines(folder / name) if "loss" in line] for name in ("orbax-two", "two")
+    )
+    assert found == expected
 
 
 def test_every_device_gets_its_rows_and_its_part_of_them_whatever_the_mesh_puts_across_processes(

@@ -94,13 +94,15 @@ def export_hf(
         index = _new_index(shards)
     if not any(name.startswith("mtp.") for name in to_write):
         config = without_mtp(config)
-    if jax.process_index() > 0:
+    # Asked first, since to ask which process this is starts JAX's devices, which an export from files never needs.
+    several = jax.distributed.is_initialized()
+    if several and jax.process_index() > 0:
         for name in (tensor.name for shard in shards for tensor in shard.tensors):
             if name in ours:
                 ours[name].values()
     else:
         _write(destination, config_text(config, layout), shards, index, companions, progress)
-    if jax.process_count() > 1:
+    if several:
         multihost_utils.sync_global_devices(f"written: {destination.name}")
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +18,8 @@ if TYPE_CHECKING:
     from qwen35_jax.training.trainer import Outcome
 
 HELP = (
-    "Fine-tune a model on chats or texts (JSONL), as a config file says (TOML; its sections and keys are those of "
-    "qwen35_jax.training.settings). The output folder holds checkpoints, the numbers of every step (metrics.jsonl) "
+    "Fine-tune a model on chats, texts or pairs of answers (JSONL), as a config file says (TOML; its sections and "
+    "keys are those of qwen35_jax.training.settings). The output folder holds checkpoints, the numbers of every step (metrics.jsonl) "
     "and at the end the model in Hugging Face layout. The same command goes on from the last checkpoint, whatever "
     "ended the run before. SIGTERM and Ctrl-C save first; a second one does not. Over several hosts the same command "
     "runs on each of them: under SLURM (srun), Open MPI and on TPU pods the processes find each other, elsewhere the "
@@ -57,6 +59,8 @@ def run(args: argparse.Namespace) -> int:
         # A save that fails is told in one line, and by these in fifty.
         logging.getLogger(library).setLevel(logging.CRITICAL)
     began = time.perf_counter()
+    if place is not None:
+        _keep_standard_output_clean()
     with joined(place):
         if not is_first():  # which has told all that there is to tell
             return _status(Trainer(settings).run())
@@ -89,6 +93,13 @@ def _place(args: argparse.Namespace) -> ProcessPlace | None:
     return place
 
 
+def _keep_standard_output_clean() -> None:
+    """Sends to standard error what libraries below Python print, as Gloo does, which joins processes on CPUs."""
+    sys.stdout.flush()
+    sys.stdout = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+
+
 def _status(outcome: Outcome) -> int:
     return 0 if outcome.stopped_by is None else 128 + outcome.stopped_by
 
@@ -97,10 +108,10 @@ def _report(outcome: Outcome, seconds: float) -> dict[str, Any]:
     return {
         "steps": outcome.steps,
         "began_at": outcome.began_at,
-        "cross_entropy": outcome.last["cross_entropy"] if outcome.last else None,
-        "evaluation_cross_entropy": (
-            outcome.evaluation["evaluation_cross_entropy"] if outcome.evaluation else None
-        ),
+        "loss": (outcome.last or {}).get("loss"),
+        "cross_entropy": (outcome.last or {}).get("cross_entropy"),
+        "evaluation_loss": (outcome.evaluation or {}).get("evaluation_loss"),
+        "evaluation_cross_entropy": (outcome.evaluation or {}).get("evaluation_cross_entropy"),
         "model": None if outcome.model is None else str(outcome.model),
         "stopped_by": None if outcome.stopped_by is None else outcome.stopped_by.name,
         "seconds": seconds,

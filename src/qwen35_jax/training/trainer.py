@@ -24,16 +24,18 @@ from qwen35_jax.checkpoint.source import LoadedModel
 from qwen35_jax.checkpoint.staging import check_destination
 from qwen35_jax.errors import CheckpointError, ConfigError
 from qwen35_jax.model import Parameters
-from qwen35_jax.training.batches import single_pass
+from qwen35_jax.training.batches import Rows, single_pass
 from qwen35_jax.training.checkpoints import Checkpoints, Saved
 from qwen35_jax.training.evaluation import evaluate
 from qwen35_jax.training.guard import Guard
 from qwen35_jax.training.loss_curve import draw_loss_curve
 from qwen35_jax.training.metrics import Metrics, MetricsFile, memory_bytes
-from qwen35_jax.training.objective import Batch
 from qwen35_jax.training.optimizers import schedule
 from qwen35_jax.training.packing import PackedRows
-from qwen35_jax.training.placement import place_batch
+from qwen35_jax.training.placement import AnyBatch, place_batch
+from qwen35_jax.training.preference.evaluation import evaluate_preferences
+from qwen35_jax.training.preference.rows import ReferencedRows
+from qwen35_jax.training.preference.run import with_reference
 from qwen35_jax.training.preparation import PreparedRun, prepare
 from qwen35_jax.training.processes import check_alike, is_first
 from qwen35_jax.training.samples import sampled_answers
@@ -75,10 +77,10 @@ class Outcome:
 
 
 class Trainer:
-    """Fine-tunes a model.
+    """Fine-tunes a model. Several processes that are joined, see `qwen35_jax.training.processes`, all do it together.
 
     Args:
-        settings: of the run.
+        settings: of the run, the same in all processes.
         watcher: is told how it goes.
         progress: shows how far reading and writing of the model are.
     """
@@ -124,7 +126,7 @@ class Trainer:
                 for name in (MODEL, ADAPTER):
                     check_destination(output / name)
             with jax.set_mesh(prepared.mesh), stop_signals() as stop:
-                state, start = self._start(prepared, checkpoints, saved)
+                prepared, state, start = self._start(prepared, checkpoints, saved, output)
                 metrics = (MetricsFile if is_first() else Metrics)(output / METRICS, after=began_at)
                 try:
                     self._watcher.started(done=began_at, steps=prepared.steps)
@@ -143,16 +145,23 @@ class Trainer:
         return Outcome(steps, began_at, last, evaluation, model, None if model else stop.signal)
 
     def _start(
-        self, prepared: PreparedRun, checkpoints: Checkpoints, saved: Saved | None
-    ) -> tuple[TrainState, StartingModel]:
-        """The state to go on from, and the model that the run began with."""
+        self, prepared: PreparedRun, checkpoints: Checkpoints, saved: Saved | None, output: Path
+    ) -> tuple[PreparedRun, TrainState, StartingModel]:
+        """The run with all that its steps need, the state to go on from, and the model that the run began with."""
         start = load_starting_model(prepared, self.settings, self._progress)
+        if self.settings.preference is not None:
+            reference = start.parameters if start.frozen is None else start.frozen
+            assert reference is not None, "a run begins with a model"
+            if saved is None:
+                self._watcher.note("asking the model about both answers of every pair, before it learns")
+            prepared = with_reference(prepared, self.settings, reference, output, resumed=saved is not None)
+            del reference  # or a state that is made of it could not take its memory
         parameters, start = start.parameters, start._replace(parameters=None)
         if saved is None:
-            return first_state(prepared, self.settings, parameters), start
+            return prepared, first_state(prepared, self.settings, parameters), start
         del parameters  # the checkpoint's take their place
         self._watcher.note(f"going on after step {saved.step:,} of {prepared.steps:,}")
-        return checkpoints.restore(saved.step, prepared.abstract_state), start
+        return prepared, checkpoints.restore(saved.step, prepared.abstract_state), start
 
     def _steps(
         self,
@@ -167,10 +176,12 @@ class Trainer:
         """All steps that are left: the state after them, the last step's line and the last evaluation's."""
         run = self.settings.run
         rate: Any = schedule(self.settings.optimizer, steps=prepared.steps)
+        guarded = "cross_entropy" if self.settings.preference is None else "loss"
         guard = Guard(
             [_parameter_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(state.parameters)],
             spike=run.spike,
-            before=[line["cross_entropy"] for line in metrics.lines if "cross_entropy" in line],
+            measure=guarded.replace("_", "-"),
+            before=[line[guarded] for line in metrics.lines if guarded in line],
         )
         last = evaluation = None
         for step in range(int(state.step) + 1, prepared.steps + 1):
@@ -180,14 +191,14 @@ class Trainer:
             state, report = train_step(
                 prepared.graphdef,
                 prepared.optimizer,
-                self.settings.objective,
+                self.settings.minimized,
                 state,
                 batch,
                 frozen,
                 parameters_of=prepared.part.parameters_of,
             )
             report = jax.device_get(report)
-            guard.check(step, float(report.measures.cross_entropy), report.finite.tolist())
+            guard.check(step, float(getattr(report.measures, guarded)), report.finite.tolist())
             last = self._step_line(
                 step, report, int(tokens), float(rate(step - 1)), time.perf_counter() - begun
             )
@@ -229,18 +240,26 @@ class Trainer:
         }
 
     def _evaluation_line(
-        self, step: int, prepared: PreparedRun, rows: PackedRows, parameters: Parameters
+        self, step: int, prepared: PreparedRun, rows: PackedRows | ReferencedRows, parameters: Parameters
     ) -> dict[str, Any]:
         begun = time.perf_counter()
-        batches: Iterator[Batch] = (
-            place_batch(prepared.mesh, batch)
-            for batch in single_pass(rows, micro_batches=1, rows=prepared.rows, held=prepared.held)
-        )
-        found = evaluate(prepared.graphdef, parameters, batches)
+
+        def placed(rows: Rows[AnyBatch]) -> Iterator[AnyBatch]:
+            batches = single_pass(rows, micro_batches=1, rows=prepared.rows, held=prepared.held)
+            return (place_batch(prepared.mesh, batch) for batch in batches)
+
+        if self.settings.preference is None:
+            assert isinstance(rows, PackedRows), "rows without references"
+            found = evaluate(prepared.graphdef, parameters, placed(rows))
+            measured = {"cross_entropy": found.cross_entropy, "accuracy": found.accuracy}
+        else:
+            assert isinstance(rows, ReferencedRows), "rows with references"
+            preference = self.settings.preference
+            found = evaluate_preferences(prepared.graphdef, parameters, placed(rows), preference)
+            measured = {"loss": found.loss, "accuracy": found.accuracy, "margin": found.margin}
         return {
             "step": step,
-            "evaluation_cross_entropy": found.cross_entropy,
-            "evaluation_accuracy": found.accuracy,
+            **{f"evaluation_{name}": value for name, value in measured.items()},
             "seconds": time.perf_counter() - begun,
         }
 
