@@ -184,7 +184,7 @@ def test_a_compiled_step_is_shown_in_tables(capsys, monkeypatch):
     with_a_compiler(monkeypatch, FITTING)
     shown = plan(capsys, *TRAINING)
     for part in (
-        "v5e:2x2: 4 devices, mesh fsdp 4",
+        "v5e:2x2: 4 chips, mesh fsdp 4",
         "8.000 GiB of 16.000 GiB: fits",
         "7 all-gather of 4 devices",
         "interconnect",

@@ -235,3 +235,21 @@ def test_a_collective_beside_other_work_counts_once_and_kernels_as_they_declare(
     assert costs.flops == 1000
     gathered, beside, scattered = (8 + 32) * 32 * 2, 2 * 4 * 32 * 4, (64 + 16) * 32 * 4
     assert costs.hbm_bytes == gathered + beside + 77 + scattered
+
+
+def test_a_sum_of_products_is_a_product_and_a_sum_alone_is_not():
+    module = parse(
+        """
+ENTRY %main (a: bf16[5,64], b: bf16[5,64]) -> f32[5] {
+  %a = bf16[5,64]{1,0} parameter(0)
+  %b = bf16[5,64]{1,0} parameter(1)
+  %m = bf16[5,64]{1,0} multiply(%a, %b)
+  %w = f32[5,64]{1,0} convert(%m)
+  %z = f32[] constant(0)
+  %r = f32[5]{0} reduce(%w, %z), dimensions={1}, to_apply=%add
+  %c = f32[5,64]{1,0} convert(%a)
+  ROOT %s = f32[5]{0} reduce(%c, %z), dimensions={1}, to_apply=%add
+}
+"""
+    )
+    assert count_costs(module, count_runs(module), devices=1).flops == 2 * 5 * 64

@@ -252,8 +252,11 @@ def _print_closed_form(console: Console, name: str, dtype: str, counts: ClosedFo
                     "tokens from which on a table layer keeps less than an attention layer",
                     "none" if counts.crossing_tokens is None else f"{counts.crossing_tokens:,}",
                 ),
-                (f"cache of {counts.batch:,} x {counts.context:,} tokens, {dtype}", _gib(counts.cache_bytes)),
-                ("the same if all layers were attention", _gib(counts.pure_attention_cache_bytes)),
+                (
+                    f"cache of {counts.batch:,} x {counts.context:,} tokens, {dtype}",
+                    _size(counts.cache_bytes),
+                ),
+                ("the same if all layers were attention", _size(counts.pure_attention_cache_bytes)),
             ],
         )
     )
@@ -272,7 +275,7 @@ def _print_closed_form(console: Console, name: str, dtype: str, counts: ClosedFo
 def _print_compiled(console: Console, report: dict[str, Any]) -> None:
     axes = ", ".join(f"{axis} {size}" for axis, size in report["mesh"].items())
     console.print(
-        f"\n{report['topology']}: {report['devices']} devices, mesh {axes}", style="bold", highlight=False
+        f"\n{report['topology']}: {report['devices']} chips, mesh {axes}", style="bold", highlight=False
     )
     if report["program"] == "training step":
         _print_program(
@@ -288,8 +291,8 @@ def _print_program(console: Console, title: str, report: dict[str, Any]) -> None
     device = report["device"]
     if not report["fits"]:
         console.print(
-            f"\n{title}: does not fit: needs {_gib(device['peak_bytes'])} of "
-            f"{_gib(device['capacity_bytes'])} on each device",
+            f"\n{title}: does not fit: needs {_size(device['peak_bytes'])} of "
+            f"{_size(device['capacity_bytes'])} on each device",
             style="bold red",
             highlight=False,
             soft_wrap=True,
@@ -303,12 +306,12 @@ def _print_program(console: Console, title: str, report: dict[str, Any]) -> None
         "output_bytes": "outputs",
         "program_bytes": "program",
     }
-    rows = [(name, _gib(device[field])) for field, name in names.items() if device.get(field)]
+    rows = [(name, _size(device[field])) for field, name in names.items() if device.get(field)]
     rows += [
-        ("peak", f"{_gib(device['peak_bytes'])} of {_gib(device['capacity_bytes'])}: fits"),
+        ("peak", f"{_size(device['peak_bytes'])} of {_size(device['capacity_bytes'])}: fits"),
         ("floating-point operations", f"{device['flops']:.4g}"),
-        ("traffic with main memory", _gib(device["hbm_bytes"])),
-        ("sent to other devices", _gib(device["sent_bytes"])),
+        ("traffic with main memory", _size(device["hbm_bytes"])),
+        ("sent to other devices", _size(device["sent_bytes"])),
         ("least time by compute", f"{device['compute_seconds']:.4g} s"),
         ("least time by memory", f"{device['memory_seconds']:.4g} s"),
         ("least time by interconnect", f"{device['interconnect_seconds']:.4g} s"),
@@ -317,12 +320,15 @@ def _print_program(console: Console, title: str, report: dict[str, Any]) -> None
     ]
     console.print(_table(f"\n{title}, on each device", rows))
     collectives = [
-        (f"{each['count']:,} {each['kind']} of {each['devices']} devices", _gib(each["bytes"]))
+        (f"{each['count']:,} {each['kind']} of {each['devices']} devices", _size(each["bytes"]))
         for each in report["collectives"]
     ]
     if collectives:
         console.print(_table("\nCollectives, and what a device sends for them", collectives))
 
 
-def _gib(count: int) -> str:
-    return f"{count / 2**30:,.3f} GiB"
+def _size(count: int) -> str:
+    unit, size = next(
+        ((unit, size) for unit, size in (("GiB", 2**30), ("MiB", 2**20)) if count >= size), ("KiB", 2**10)
+    )
+    return f"{count / size:,.3f} {unit}"

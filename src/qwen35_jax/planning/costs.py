@@ -57,7 +57,7 @@ class Costs:
     """Costs of one execution, on one device.
 
     Attributes:
-        flops: of matrix products and convolutions, two for each multiplication; custom calls as they declare.
+        flops: of sums of products, as matrix products are, two for each; custom calls as they declare.
         matrix_flops: the same, with a product of float32 counted as often as the matrix unit goes over it.
         hbm_bytes: read from and written to the device's main memory.
         collectives: by kind and group.
@@ -119,7 +119,7 @@ def count_costs(module: Module, runs: Runs, *, devices: int) -> Costs:
 
 
 def product_flops(computation: Computation, instruction: Instruction) -> int:
-    """Two for each multiplication of a matrix product or convolution; what a custom call declares; else 0."""
+    """Two for each product that is summed, in matrix products or by themselves; what a custom call declares; else 0."""
     if instruction.opcode == "custom-call":
         return int(instruction.attribute(r'"flops":\s*"?(\d+)') or 0)
     if instruction.opcode == "dot":
@@ -129,6 +129,11 @@ def product_flops(computation: Computation, instruction: Instruction) -> int:
         return 2 * instruction.shapes[0].size * depth
     if instruction.opcode == "convolution":
         return _convolution_flops(computation, instruction)
+    if (
+        instruction.opcode == "reduce"
+    ):  # the product of a matrix with one vector is compiled to sums of products
+        summed = _behind(computation, computation.instructions[instruction.operands[0]])
+        return 2 * summed.shapes[0].size if summed.opcode == "multiply" else 0
     return 0
 
 
@@ -267,8 +272,7 @@ def _read_bytes(module: Module, fused: Computation, value: Instruction) -> int:
 
 def _written_bytes(module: Module, fused: Computation, result: Instruction) -> int:
     """What a fusion writes of one of its results."""
-    while result.opcode in ("bitcast", "copy", "convert") and result.operands:
-        result = fused.instructions[result.operands[0]]
+    result = _behind(fused, result)
     if result.opcode == "parameter" or _in_flight(result):
         return 0
     if result.opcode == "fusion" and len(result.shapes) == 1:
@@ -277,6 +281,13 @@ def _written_bytes(module: Module, fused: Computation, result: Instruction) -> i
     if result.opcode == "dynamic-update-slice":
         return fused.instructions[result.operands[1]].shapes[0].nbytes
     return sum(shape.nbytes for shape in result.shapes)
+
+
+def _behind(computation: Computation, value: Instruction) -> Instruction:
+    """What a value is, seen through copies in other types and shapes."""
+    while value.opcode in ("bitcast", "copy", "convert") and value.operands:
+        value = computation.instructions[value.operands[0]]
+    return value
 
 
 def _in_flight(instruction: Instruction) -> bool:
