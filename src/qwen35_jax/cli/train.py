@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 
 HELP = (
     "Fine-tune a model on chats, texts or pairs of answers (JSONL), as a config file says (TOML; its sections and "
-    "keys are those of qwen35_jax.training.settings). The output folder holds checkpoints, the numbers of every step (metrics.jsonl) "
-    "and at the end the model in Hugging Face layout. The same command goes on from the last checkpoint, whatever "
-    "ended the run before. SIGTERM and Ctrl-C save first; a second one does not. Over several hosts the same command "
-    "runs on each of them: under SLURM (srun), Open MPI and on TPU pods the processes find each other, elsewhere the "
-    "last three options say where and which each one is. All of them need the same files."
+    "keys are those of qwen35_jax.training.settings). The output folder holds checkpoints, the numbers of every step "
+    "(metrics.jsonl) and at the end the model in Hugging Face layout. The same command goes on from the last "
+    "checkpoint, whatever ended the run before. SIGTERM and Ctrl-C save first; a second one does not. Over several "
+    "hosts the same command runs on each of them: under SLURM (srun), Open MPI and on TPU pods the processes find each "
+    "other, elsewhere the last three options say where and which each one is. All of them need the same files, and "
+    "an output folder that they share."
 )
 
 

@@ -93,14 +93,18 @@ def line_for_people(line: dict[str, Any]) -> str:
     if "answers" in line:
         pairs = "; ".join(f"{pair['question']!r} is answered {pair['answer']!r}" for pair in line["answers"])
         return f"step {line['step']:,}: {pairs}"
-    return (
-        f"step {line['step']:,}: evaluation {line['evaluation_cross_entropy']:.4f} nats a token, "
-        f"{line['evaluation_accuracy']:.1%} right"
-    )
+    evaluation = {name.removeprefix("evaluation_"): value for name, value in line.items()}
+    return f"step {line['step']:,}: evaluation {_measured(evaluation)}"
 
 
 def _numbers(line: dict[str, Any]) -> str:
     return (
-        f"{line['cross_entropy']:.4f} nats a token, {line['accuracy']:.1%} right, "
+        f"{_measured(line)}, "
         f"{line['tokens_per_second']:,.0f} tokens/s, {line['memory_bytes'] / 2**30:.1f} GiB"
     )
+
+
+def _measured(line: dict[str, Any]) -> str:
+    if "cross_entropy" in line:
+        return f"{line['cross_entropy']:.4f} nats a token, {line['accuracy']:.1%} right"
+    return f"loss {line['loss']:.4f}, {line['accuracy']:.1%} of pairs right, margin {line['margin']:.3f}"

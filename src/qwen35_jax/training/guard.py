@@ -21,27 +21,36 @@ class TrainingError(Qwen35Error):
 class Guard:
     """Looks at every step.
 
-    A spike is a cross-entropy that lies more than so many nats above the median of the `WINDOW` steps before it. The
+    A spike is a loss that lies more than so many nats above the median of the `WINDOW` steps before it. The
     median follows a run whose loss falls, and one hard batch does not move it. Until there are so many steps, nothing
     is a spike.
 
     Args:
         names: of the parameters that are trained, in the order of `jax.tree.leaves`.
         spike: in nats; infinity for no limit.
-        before: cross-entropies of the steps done so far, in order, where a run goes on.
+        measure: what the loss is called.
+        before: losses of the steps done so far, in order, where a run goes on.
     """
 
-    def __init__(self, names: Sequence[str], *, spike: float, before: Iterable[float] = ()):
+    def __init__(
+        self,
+        names: Sequence[str],
+        *,
+        spike: float,
+        measure: str = "cross-entropy",
+        before: Iterable[float] = (),
+    ):
         self._names = names
+        self._measure = measure
         self._spike = spike
         self._before = collections.deque(before, maxlen=WINDOW)
 
-    def check(self, step: int, cross_entropy: float, finite: Sequence[bool]) -> None:
+    def check(self, step: int, loss: float, finite: Sequence[bool]) -> None:
         """Takes a step in.
 
         Args:
             step: its number, from 1.
-            cross_entropy: of its batch, before the update.
+            loss: of its batch, before the update, in nats.
             finite: for each parameter, whether its gradient held neither NaN nor infinity.
 
         Raises:
@@ -53,19 +62,17 @@ class Guard:
             more = f" and {len(broken) - MOST_NAMES} more" if len(broken) > MOST_NAMES else ""
             raise TrainingError(
                 f"step {step}: the gradient of {', '.join(broken[:MOST_NAMES])}{more} is not finite (of "
-                f"{len(broken)} of {len(self._names)} parameters; cross-entropy {cross_entropy:.4g}); the parameters "
+                f"{len(broken)} of {len(self._names)} parameters; {self._measure} {loss:.4g}); the parameters "
                 "were left as they are: lower optimizer.learning_rate, or look at the data of that step"
             )
-        if not math.isfinite(cross_entropy):
-            raise TrainingError(
-                f"step {step}: the cross-entropy is {cross_entropy}, expected a finite number"
-            )
+        if not math.isfinite(loss):
+            raise TrainingError(f"step {step}: the {self._measure} is {loss}, expected a finite number")
         if len(self._before) == WINDOW:
             middle = statistics.median(self._before)
-            if cross_entropy > middle + self._spike:
+            if loss > middle + self._spike:
                 raise TrainingError(
-                    f"step {step}: the cross-entropy is {cross_entropy:.4g}, more than run.spike = {self._spike:g} "
+                    f"step {step}: the {self._measure} is {loss:.4g}, more than run.spike = {self._spike:g} "
                     f"nats above {middle:.4g}, the median of the {WINDOW} steps before: go on from the last "
                     "checkpoint with another learning rate, or raise run.spike"
                 )
-        self._before.append(cross_entropy)
+        self._before.append(loss)

@@ -22,21 +22,27 @@ def draw_loss_curve(lines: Sequence[Mapping[str, Any]], path: Path) -> bool:
     except ImportError:
         return False
     steps = [line for line in lines if "loss" in line]
-    evaluations = [line for line in lines if "evaluation_cross_entropy" in line]
     if not steps:
         return False
+    # Of pairs of answers there is no cross-entropy.
+    name, label = (
+        ("cross_entropy", "cross-entropy, nats a token")
+        if "cross_entropy" in steps[0]
+        else ("loss", "loss, nats a pair")
+    )
+    evaluations = [line for line in lines if f"evaluation_{name}" in line]
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.subplots()
     rate_axes = axes.twinx()
     rate_axes.plot(*_series(steps, "learning_rate"), color="0.7", linewidth=1, label="learning rate")
     rate_axes.set_ylabel("learning rate")
     rate_axes.set_ylim(bottom=0)
-    axes.plot(*_series(steps, "cross_entropy"), color="tab:blue", linewidth=1, label="training")
+    axes.plot(*_series(steps, name), color="tab:blue", linewidth=1, label="training")
     if evaluations:
-        series = _series(evaluations, "evaluation_cross_entropy")
+        series = _series(evaluations, f"evaluation_{name}")
         axes.plot(*series, color="tab:orange", marker="o", label="evaluation")
     axes.set_xlabel("step")
-    axes.set_ylabel("cross-entropy, nats a token")
+    axes.set_ylabel(label)
     axes.set_ylim(bottom=0)
     axes.set_zorder(rate_axes.get_zorder() + 1)
     axes.patch.set_visible(False)

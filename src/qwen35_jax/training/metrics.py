@@ -6,6 +6,10 @@ A step's line has `step`, `loss` (what is minimized), `cross_entropy` in nats an
 first step of a process also compiles, which its seconds show. An evaluation's line has `step`,
 `evaluation_cross_entropy`, `evaluation_accuracy` and `seconds`; one of answers has `step` and `answers`, a list of
 objects with `question` and `answer`.
+
+A run on pairs of answers has in the place of `cross_entropy` the measures of `PreferenceMeasures`, among them the
+`accuracy` and `margin` of its pairs, and an evaluation's line has `evaluation_loss`, `evaluation_accuracy` and
+`evaluation_margin`.
 """
 
 from __future__ import annotations

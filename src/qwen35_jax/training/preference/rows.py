@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from qwen35_jax.inference.chat_template import ChatTemplate
 from qwen35_jax.inference.tokenizer import Tokenizer
 from qwen35_jax.training.chat_spans import ChatDocuments
-from qwen35_jax.training.packing import NO_ROW, PackedRows
+from qwen35_jax.training.packing import NO_ROW, Order, PackedRows
 from qwen35_jax.training.preference.dataset import Pair, PreferenceSummary, make_preference_dataset
 from qwen35_jax.training.preference.objective import PreferenceBatch
 from qwen35_jax.training.preference.records import read_comparisons
@@ -22,7 +22,7 @@ from qwen35_jax.training.records import Chat
 
 
 def packed_pairs(
-    file: str, model_folder: Path, *, row_length: int, pad_id: int
+    file: str, model_folder: Path, *, row_length: int, pad_id: int, order: Order = "shuffled"
 ) -> tuple[PackedRows, PreferenceSummary]:
     """The rows of a file, and what became of its records.
 
@@ -31,6 +31,7 @@ def packed_pairs(
         model_folder: with the tokenizer and, for chats, the chat template.
         row_length: tokens of a row, and of the two documents of a pair together at most.
         pad_id: token that fills rows up.
+        order: of the rows, see `PackedRows`.
 
     Raises:
         PromptError: the model has no tokenizer, or for chats no usable template.
@@ -42,12 +43,15 @@ def packed_pairs(
     if any(isinstance(record.content.chosen, Chat) for record in records):
         chats = ChatDocuments(ChatTemplate.from_folder(model_folder), tokenizer)
     pairs, summary = make_preference_dataset(records, tokenizer, chats, row_length=row_length)
-    return pack_pairs(pairs, row_length, pad_id), summary
+    return pack_pairs(pairs, row_length, pad_id, order=order), summary
 
 
-def pack_pairs(pairs: Iterable[Pair], row_length: int, pad_id: int = 0) -> PackedRows:
+def pack_pairs(
+    pairs: Iterable[Pair], row_length: int, pad_id: int = 0, *, order: Order = "shuffled"
+) -> PackedRows:
     """Rows in which the two documents of a pair stand next to each other, the chosen one first."""
-    return PackedRows(list(itertools.chain.from_iterable(pairs)), row_length, pad_id, together=2)
+    documents = list(itertools.chain.from_iterable(pairs))
+    return PackedRows(documents, row_length, pad_id, together=2, order=order)
 
 
 @dataclasses.dataclass(frozen=True)
