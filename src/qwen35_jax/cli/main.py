@@ -23,6 +23,7 @@ from typing import NoReturn
 
 from qwen35_jax.cli import options
 from qwen35_jax.errors import Qwen35Error
+from qwen35_jax.planning.tpu_library import compiler_alone
 
 COMMANDS = {
     "generate": "continue a prompt",
@@ -59,7 +60,8 @@ def program() -> NoReturn:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
     if sys.argv[1:2] and sys.argv[1] in WRITES_NOTHING:
         signal.signal(signal.SIGINT, lambda signum, frame: os._exit(INTERRUPTED))
-    status = main()
+    with compiler_alone():
+        status = main()
     if status == INTERRUPTED:
         # Threads of JAX's compiler may be at work still: ending the interpreter under them crashes it.
         sys.stderr.flush()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib.util
 import math
-import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import jax
 from jax.experimental import mesh_utils
@@ -17,6 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from qwen35_jax.errors import ConfigError
 from qwen35_jax.logical_axes import MESH_AXES
+from qwen35_jax.planning.tpu_library import compiler_alone
 
 GIB = 2**30
 
@@ -112,30 +111,6 @@ def parse_mesh(text: str, topology: Topology) -> dict[str, int]:
     return sizes
 
 
-_COMPILER_ALONE = {
-    "TPU_SKIP_MDS_QUERY": "1",  # or it asks a cloud's server which machine this is, and waits
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # or one process on a machine can plan at a time
-    "TPU_ACCELERATOR_TYPE": "v5litepod-4",  # what is missing here is complained of at length
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_WORKER_ID": "0",
-    "TPU_STDERR_LOG_LEVEL": "3",
-    "TPU_MIN_LOG_LEVEL": "3",
-}
-"""What the TPU library is told as it loads on a machine without TPUs. Programs for a topology do not depend on it."""
-
-
-@contextlib.contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Sets environment variables that are not set, for a while."""
-    added = [name for name in variables if name not in os.environ]
-    os.environ.update({name: variables[name] for name in added})
-    try:
-        yield
-    finally:
-        for name in added:
-            os.environ.pop(name, None)
-
-
 def can_compile() -> bool:
     """Whether the TPU compiler is installed."""
     return importlib.util.find_spec("libtpu") is not None
@@ -160,7 +135,7 @@ def make_mesh(topology: Topology, sizes: Mapping[str, int]) -> Mesh:
             "x86-64; no TPU is needed)"
         )
     try:
-        with _environment(_COMPILER_ALONE if jax.default_backend() != "tpu" else {}):
+        with compiler_alone():
             devices = jax_topologies.get_topology_desc(
                 platform="tpu",
                 topology_name=topology.name,
