@@ -7,7 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qwen35_jax.training.cross_entropy import cross_entropy
+from qwen35_jax.training.cross_entropy import (
+    LOGITS_IN_A_BLOCK,
+    LOGITS_IN_A_PIECE,
+    _pieces,
+    cross_entropy,
+)
 from tests.small_text_model import difference
 
 BATCH, TIME, EMBED, VOCABULARY = 2, 7, 5, 11
@@ -105,3 +110,48 @@ def test_no_more_logits_than_a_block_are_held():
     whole = 4 * time * vocabulary
     assert temporary_bytes(time) >= whole
     assert temporary_bytes(4) <= whole / 4
+
+
+@pytest.mark.parametrize(("piece", "pieces"), [(1, 11), (12, 11), (48, 1), (10**6, 1)])
+def test_pieces_of_the_vocabulary_change_neither_value_nor_gradients(x64, piece, pieces):
+    hidden, head, targets, weights = inputs()
+    block = 3 * BATCH * VOCABULARY
+    assert _pieces(VOCABULARY, piece // (BATCH * 3)) == pieces
+
+    def ours(hidden, head):
+        return cross_entropy(
+            hidden, head, targets, weights, z_loss=0.01, logits_in_a_block=block, logits_in_a_piece=piece
+        ).loss
+
+    loss, gradients = jax.value_and_grad(ours, (0, 1))(hidden, head)
+    expected, expected_gradients = jax.value_and_grad(plain, (0, 1))(hidden, head, targets, weights, 0.01)
+    assert difference(loss, expected) <= 1e-14
+    for one, other in zip(gradients, expected_gradients, strict=True):
+        assert difference(one, other) <= 1e-14
+
+
+def test_the_published_vocabulary_is_cut_into_pieces_that_fit_a_cache_and_cover_it():
+    vocabulary = 248_320
+    rows = LOGITS_IN_A_BLOCK // vocabulary
+    pieces = _pieces(vocabulary, LOGITS_IN_A_PIECE // rows)
+    assert vocabulary % pieces == 0
+    assert LOGITS_IN_A_PIECE / 4 <= rows * vocabulary / pieces <= LOGITS_IN_A_PIECE
+
+
+def test_a_sequence_that_takes_several_blocks_is_cut_evenly_so_that_no_block_is_mostly_padding():
+    time, vocabulary = 33, 64
+
+    def flops(positions: int) -> float:
+        arguments = (
+            jax.ShapeDtypeStruct((1, time, EMBED), jnp.float32),
+            jax.ShapeDtypeStruct((vocabulary, EMBED), jnp.float32),
+            jax.ShapeDtypeStruct((1, time), jnp.int32),
+            jax.ShapeDtypeStruct((1, time), jnp.float32),
+        )
+        loss = jax.jit(lambda *a: cross_entropy(*a, logits_in_a_block=positions * vocabulary).loss)
+        analysis = loss.lower(*arguments).compile().cost_analysis()
+        assert analysis is not None
+        return analysis["flops"]  # of a loop's body once
+
+    # 33 tokens in blocks of at most 32 are 17 and 16, not 32 and 1.
+    assert flops(32) <= 0.6 * flops(33)
