@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from qwen35_jax.logical_axes import constrained
+from qwen35_jax.logical_axes import constrained, shards_in_program
 from qwen35_jax.nn.parameter import compute_dtype_for_state
 from qwen35_jax.ops.linear import linear
 from qwen35_jax.training.cross_entropy import LOGITS_IN_A_BLOCK, cross_entropy
@@ -34,7 +34,7 @@ def log_probabilities(
         hidden: values after the final norm.
         head_weight: a row per token, cast to the dtype of `hidden`.
         targets: the token that should follow. Where nothing does, anything; so is the result there.
-        logits_in_a_block: how many are held at a time; at least those of one position of every row.
+        logits_in_a_block: how many a device holds at a time; at least those of one position of each of its rows.
     """
     return _log_probabilities(hidden, head_weight, targets, logits_in_a_block)
 
@@ -47,8 +47,10 @@ def _log_probabilities(
     logits_in_a_block: int,
 ) -> Array:
     batch, time, _ = hidden.shape
-    block = min(time, max(1, logits_in_a_block // (batch * head_weight.shape[0])))
-    blocks = -(-time // block)
+    vocabulary = head_weight.shape[0]
+    devices = shards_in_program("batch", batch) * shards_in_program("vocab", vocabulary)
+    blocks = -(-time // max(1, logits_in_a_block * devices // (batch * vocabulary)))
+    block = -(-time // blocks)
 
     def cut(array: Array) -> Array:
         padded = jnp.pad(array, ((0, 0), (0, blocks * block - time)) + ((0, 0),) * (array.ndim - 2))
