@@ -197,9 +197,10 @@ def test_a_single_pass_has_every_row_once_in_order_and_then_padding(processes: i
         ({"seed": -1}, "seed is -1"),
     ],
 )
-def test_numbers_out_of_range_are_refused(settings: dict[str, int], complaint: str) -> None:
+def test_numbers_out_of_range_are_refused(settings: dict[str, Any], complaint: str) -> None:
+    usable: dict[str, Any] = {"micro_batches": 1, "rows": 6, "seed": 0}
     with pytest.raises(ConfigError, match=complaint):
-        Batches(packed_rows(), **{"micro_batches": 1, "rows": 6, "seed": 0} | settings)
+        Batches(packed_rows(), **usable | settings)
 
 
 def test_no_rows_make_no_batches() -> None:
