@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import random
 from pathlib import Path
@@ -21,7 +20,6 @@ from qwen35_jax.inference.speculation import Speculation
 from qwen35_jax.model import abstract_model
 from scripts.build_nano.countries import Country, country_sentence, read_countries
 from scripts.build_nano.dialogues import dialogue_turn
-from scripts.build_nano.drawn_ahead import drawn_ahead
 from scripts.build_nano.recall import RELATIONS, is_held_out, made_up_word
 
 FOLDER = Path(__file__).parents[1] / "src/qwen35_jax/nano"
@@ -206,15 +204,3 @@ def test_the_generation_config_stops_at_both_end_tokens(tokenizer: Tokenizer) ->
     settings = json.loads((FOLDER / "generation_config.json").read_text(encoding="utf-8"))
     ends = [tokenizer.encode(end) for end in ("<|im_end|>", "<|endoftext|>")]
     assert [[token] for token in settings["eos_token_id"]] == ends
-
-
-@pytest.mark.parametrize("steps", [range(0), range(3, 5), range(9)], ids=str)
-def test_batches_drawn_ahead_come_in_order(steps: range) -> None:
-    assert list(drawn_ahead(str, steps, ahead=4)) == [(step, str(step)) for step in steps]
-
-
-def test_a_batch_that_cannot_be_drawn_ends_the_training() -> None:
-    batches = drawn_ahead(lambda step: 1 // (6 - step), range(9), ahead=4)
-    assert [step for step, _ in itertools.islice(batches, 6)] == [*range(6)]
-    with pytest.raises(ZeroDivisionError):
-        next(batches)

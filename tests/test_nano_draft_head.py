@@ -18,8 +18,7 @@ from qwen35_jax.model import abstract_model
 from scripts.build_nano.continuations import Continuations, beginning
 from scripts.build_nano.dialogues import dialogue_document
 from scripts.build_nano.documents import NO_THINKING
-from scripts.build_nano.draft_head import drafted_ahead, with_trained_head
-from scripts.build_nano.training import Schedule
+from scripts.build_nano.draft_head import OPTIMIZER, Round, drafted_ahead, with_trained_head
 from tests.inference.tiny_model import TinyModel
 from tests.small_text_model import COMPILE_QUICKLY, FULL, difference, small_config
 from tests.small_text_model import draw as draw_parameter
@@ -74,10 +73,13 @@ def test_training_moves_the_head_alone_and_its_guesses_come_to_hold(
 ) -> None:
     noted: list[dict[str, float]] = []
     rows = Continuations(np.asarray(tokens), np.array([1, 4, 2]))
+    optimizer = dataclasses.replace(
+        OPTIMIZER, learning_rate=0.02, adam_learning_rate=0.004, warmup_steps=2, decay_steps=30
+    )
     parameters = with_trained_head(
         tiny,
         rows,
-        rounds=[Schedule(steps=41, decay_steps=30, rows=2, length=TIME, warmup_steps=2)],
+        rounds=[Round(steps=41, rows=2, optimizer=optimizer)],
         seed=0,
         note=lambda **entries: noted.append(entries),
     )

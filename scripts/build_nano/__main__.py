@@ -1,13 +1,14 @@
 """Makes nano, the built-in model: tokenizer, training, evaluation and export to a folder in Hugging Face layout.
 
-    python -m scripts.build_nano WORK_FOLDER [--steps N] [--head-only FOLDER] [--destination FOLDER]
+    python -m scripts.build_nano WORK_FOLDER [--head-only FOLDER] [--destination FOLDER]
 
-The whole model is trained first, and after that its multi-token-prediction head alone, on what the model says. With
-`--head-only` the model comes from a folder, and all of it but the head stays as it is, bit for bit.
+The whole model is trained first, as `qwen35 train` would with the config `nano.toml`, and after that its
+multi-token-prediction head alone, on what the model says. With `--head-only` the model comes from a folder, and all of
+it but the head stays as it is, bit for bit.
 
-Needs Debian's package `wordnet-base` (or `apt-get` to download it). Everything is drawn from one seed and scheduled
-by step, so that two runs on one machine give the same file. A run that was stopped in the first part goes on from its
-last snapshot.
+Needs Debian's package `wordnet-base` (or `apt-get` to download it) and the `train` extra. Everything is drawn from one
+seed and scheduled by step, so that two runs on one machine give the same file. A run that was stopped in the first part
+goes on from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -17,37 +18,30 @@ import dataclasses
 import json
 import pathlib
 import time
-from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from tokenizers import Tokenizer
 
 from qwen35_jax.checkpoint import load_hf
+from qwen35_jax.cli.training_progress import training_progress
 from qwen35_jax.config import ModelConfig
-from qwen35_jax.model import Parameters, init_model
+from qwen35_jax.model import Parameters, abstract_model
 from scripts.build_nano.acceptance import tokens_per_pass
 from scripts.build_nano.architecture import hf_config
 from scripts.build_nano.continuations import continuations
-from scripts.build_nano.corpus import Batch, Corpus
+from scripts.build_nano.corpus import Corpus
 from scripts.build_nano.draft_head import ROUNDS, with_trained_head
-from scripts.build_nano.drawn_ahead import drawn_ahead
 from scripts.build_nano.evaluation import Evaluator
 from scripts.build_nano.export import bfloat16_rounded, export, require_same_but_for_the_head
-from scripts.build_nano.initialization import mimetic
-from scripts.build_nano.training import Schedule, optimizer, train_step
+from scripts.build_nano.training import read_tables, train
 from scripts.build_nano.vocabulary import train_tokenizer
 
 SEED = 7
 TOKENIZER_TEXTS = 40_000
-SCHEDULE = Schedule(steps=1600, decay_steps=450)
 HEAD_ROWS = 2560
 """What the model says for its head to learn from, in rows of `continuations.LENGTH` tokens."""
-EVALUATE_EVERY = 200
-SNAPSHOT_EVERY = 100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,15 +83,19 @@ def main() -> None:
     else:
         corpus.tokenizer = Tokenizer.from_file(str(arguments.head_only / "tokenizer.json"))
     config = ModelConfig.from_hf(hf_config(corpus.tokenizer))
-    graphdef, parameters = init_model(
-        config, seed=SEED, parameter_dtype=jnp.float32, dtype=jnp.float32, mtp=True
-    )
+    tables = read_tables()
+    folder = arguments.head_only
+    if folder is None:
+        with training_progress() as watcher:
+            outcome = train(work, corpus, config, tables, seed=SEED, watcher=watcher)
+        if outcome.model is None:
+            raise SystemExit(f"stopped after step {outcome.steps:,}: the same command goes on from there")
+        folder = outcome.model
+    graphdef, _ = abstract_model(config, parameter_dtype=jnp.float32, dtype=jnp.float32, mtp=True)
+    parameters = bfloat16_rounded(load_hf(folder, parameter_dtype=jnp.float32, mtp=True)[1])
     evaluator = Evaluator(corpus, graphdef)
-    if arguments.head_only is None:
-        parameters = _train(work, arguments.steps, corpus, graphdef, mimetic(parameters), evaluator, note)
-    else:
-        parameters = load_hf(arguments.head_only, parameter_dtype=jnp.float32, mtp=True)[1]
-    nano = Nano(config, graphdef, bfloat16_rounded(parameters))
+    note(trained=str(folder), evaluation=evaluator(parameters))
+    nano = Nano(config, graphdef, parameters)
     said = continuations(nano, corpus, SEED, HEAD_ROWS)
     note(tokens_said=int(said.tokens.size - said.begin.sum()))
     trained = with_trained_head(nano, said, rounds=ROUNDS, seed=SEED, note=note)
@@ -110,7 +108,7 @@ def main() -> None:
         corpus.tokenizer,
         destination,
         measured=measured,
-        schedule=SCHEDULE,
+        training=tables,
         head_rounds=ROUNDS,
         tokens_said=int(said.tokens.size - said.begin.sum()),
         countries=len(corpus.countries),
@@ -122,8 +120,7 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Make the built-in model.")
-    parser.add_argument("work", type=pathlib.Path, help="folder for the tokenizer, snapshots and the log")
-    parser.add_argument("--steps", type=int, default=SCHEDULE.steps, help="stop the first part after so many")
+    parser.add_argument("work", type=pathlib.Path, help="folder for the tokenizer, the training and the log")
     parser.add_argument(
         "--head-only",
         type=pathlib.Path,
@@ -134,61 +131,11 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _train(
-    work: pathlib.Path,
-    steps: int,
-    corpus: Corpus,
-    graphdef: nnx.GraphDef,
-    parameters: Parameters,
-    evaluator: Evaluator,
-    note: Callable[..., None],
-) -> Parameters:
-    """The whole model's parameters after its training."""
-    state = (parameters, optimizer(SCHEDULE).init(parameters))
-    first, state = _restore(work / "snapshot.npz", state)
-    note(parameters=sum(leaf.size for leaf in jax.tree.leaves(parameters)), first_step=first)
-
-    def draw(step: int) -> Batch:
-        return corpus.batch(
-            SEED, step, rows=SCHEDULE.rows, length=SCHEDULE.length, progress=SCHEDULE.progress(step)
-        )
-
-    for step, batch in drawn_ahead(draw, range(first, steps)):
-        parameters, optimizer_state, measures = train_step(
-            graphdef, SCHEDULE, *state, batch.tokens, batch.segment_ids, batch.weights
-        )
-        state = (parameters, optimizer_state)
-        if step % 20 == 0:
-            note(step=step, **{name: float(value) for name, value in measures.items()})
-        done = step + 1
-        if done % SNAPSHOT_EVERY == 0 or done == steps:
-            _save(work / "snapshot.npz", done, state)
-        if done % EVALUATE_EVERY == 0:
-            note(step=done, evaluation=evaluator(bfloat16_rounded(state[0])))
-    return state[0]
-
-
 def _tokenizer(work: pathlib.Path, corpus: Corpus) -> Tokenizer:
     path = work / "tokenizer.json"
     if not path.exists():
         train_tokenizer(corpus.texts(SEED, TOKENIZER_TEXTS)).save(str(path))
     return Tokenizer.from_file(str(path))
-
-
-def _save(path: pathlib.Path, step: int, state: Any) -> None:
-    leaves = {str(index): np.asarray(leaf) for index, leaf in enumerate(jax.tree.leaves(state))}
-    partial = path.with_suffix(".partial.npz")
-    np.savez(partial, step=step, **leaves)
-    partial.replace(path)
-
-
-def _restore(path: pathlib.Path, state: Any) -> tuple[int, Any]:
-    if not path.exists():
-        return 0, state
-    with np.load(path) as stored:
-        leaves, structure = jax.tree.flatten(state)
-        restored = [jnp.asarray(stored[str(index)], leaf.dtype) for index, leaf in enumerate(leaves)]
-        return int(stored["step"]), jax.tree.unflatten(structure, restored)
 
 
 if __name__ == "__main__":

@@ -91,38 +91,46 @@ class Corpus:
         for index in range(count):
             yield self.draw(kinds[index % len(kinds)], rng, 1.0).text
 
-    def batch(self, seed: int, step: int, *, rows: int, length: int, progress: float) -> Batch:
-        """Packs documents until the rows are full; a document longer than what is left of a row starts the next one.
+    def rows(self, seed: int, step: int, *, rows: int, length: int, progress: float) -> list[list[Document]]:
+        """Documents drawn until the rows of a step are full, those of each row with the longest first.
 
-        Documents that are longer than a row are left out.
+        A document goes into the fullest row that still has room. Those that are longer than a row are left out.
         """
         assert self.tokenizer is not None
         rng = random.Random(f"{seed}/{step}")
-        tokens = np.zeros((rows, length), np.int32)
-        segment_ids = np.zeros((rows, length), np.int32)
-        weights = np.zeros((rows, length), np.float32)
+        placed: list[list[tuple[int, Document]]] = [[] for _ in range(rows)]
         used = np.zeros(rows, np.int64)
-        segments = np.zeros(rows, np.int64)
         wanted = shares(progress)
         spent = dict.fromkeys(wanted, 0)
         failures = 0
         while failures < 12:
             kind = min(wanted, key=lambda name: spent[name] / wanted[name])
             drawn = self.draw(kind, rng, progress)
-            ids, loss_weights = encode(self.tokenizer, drawn)
-            spent[kind] += len(ids)
-            # The fullest row that still has room.
-            room = np.where(used + len(ids) <= length, used, -1)
+            tokens = len(encode(self.tokenizer, drawn)[0])
+            spent[kind] += tokens
+            room = np.where(used + tokens <= length, used, -1)
             row = int(room.argmax())
             if room[row] < 0:
                 failures += 1
                 continue
-            here = slice(used[row], used[row] + len(ids))
-            segments[row] += 1
-            tokens[row, here] = ids
-            segment_ids[row, here] = segments[row]
-            weights[row, here] = loss_weights
-            used[row] += len(ids)
+            placed[row].append((tokens, drawn))
+            used[row] += tokens
+        # A row's longest document does not fit into the row before: packed in this order, the same rows come out.
+        return [[drawn for _, drawn in sorted(row, key=lambda each: -each[0])] for row in placed]
+
+    def batch(self, seed: int, step: int, *, rows: int, length: int, progress: float) -> Batch:
+        """The rows of a step as arrays."""
+        assert self.tokenizer is not None
+        tokens = np.zeros((rows, length), np.int32)
+        segment_ids = np.zeros((rows, length), np.int32)
+        weights = np.zeros((rows, length), np.float32)
+        for row, documents in enumerate(self.rows(seed, step, rows=rows, length=length, progress=progress)):
+            begin = 0
+            for number, drawn in enumerate(documents, 1):
+                ids, loss_weights = encode(self.tokenizer, drawn)
+                here = slice(begin, begin + len(ids))
+                tokens[row, here], segment_ids[row, here], weights[row, here] = ids, number, loss_weights
+                begin += len(ids)
         return Batch(tokens, segment_ids, weights)
 
 

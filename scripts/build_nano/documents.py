@@ -7,6 +7,8 @@ answer to a question about it weighs more, because that is what the model has to
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import operator
 import re
 
 END_OF_TEXT = "<|endoftext|>"
@@ -30,6 +32,13 @@ class Document:
 
     text: str
     weights: tuple[float, ...]
+
+    @property
+    def parts(self) -> list[tuple[str, float]]:
+        """The text in pieces of one weight, each with that."""
+        weighed = zip(self.text, self.weights, strict=True)
+        runs = itertools.groupby(weighed, key=operator.itemgetter(1))
+        return [("".join(character for character, _ in run), weight) for weight, run in runs]
 
 
 def document(*parts: Part) -> Document:

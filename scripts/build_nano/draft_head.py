@@ -30,13 +30,40 @@ from qwen35_jax.nn.decoder import DecoderLayer
 from qwen35_jax.nn.gated_attention import GatedAttention
 from qwen35_jax.nn.projection import merge_heads
 from qwen35_jax.nn.text_model import TextModel
-from scripts.build_nano.continuations import LENGTH, Continuations
-from scripts.build_nano.training import Schedule, optimizer
+from qwen35_jax.sharding import parameter_axes
+from qwen35_jax.training.optimizers import OptimizerSettings, make_optimizer
+from scripts.build_nano.continuations import Continuations
 
-FIRST_ROUND = Schedule(
-    steps=600, decay_steps=450, length=LENGTH, learning_rate=0.01, adam_learning_rate=0.002
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """How long and how fast the head learns.
+
+    Attributes:
+        steps: of the optimizer.
+        rows: of a step.
+        optimizer: see there.
+    """
+
+    steps: int
+    rows: int
+    optimizer: OptimizerSettings
+
+
+OPTIMIZER = OptimizerSettings(
+    name="muon",
+    learning_rate=0.01,
+    adam_learning_rate=0.002,
+    schedule="linear",
+    warmup_steps=40,
+    decay_steps=450,
+    beta2=0.98,
+    weight_decay=0.01,
 )
-ROUNDS = (FIRST_ROUND, dataclasses.replace(FIRST_ROUND, steps=400, decay_steps=360))
+ROUNDS = (
+    Round(steps=600, rows=8, optimizer=OPTIMIZER),
+    Round(steps=400, rows=8, optimizer=dataclasses.replace(OPTIMIZER, decay_steps=360)),
+)
 """One after the other: the rates rise again at the start of each."""
 DRAFT_WEIGHTS = (1.0, 0.8, 0.6, 0.5)
 """Of the loss of each draft: a later one counts only where those before it held."""
@@ -161,7 +188,7 @@ def draft_loss(
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(2, 3))
 def draft_step(
     graphdef: nnx.GraphDef,
-    schedule: Schedule,
+    optimizer: optax.GradientTransformation,
     head: Parameters,
     optimizer_state: optax.OptState,
     main: Parameters,
@@ -170,7 +197,7 @@ def draft_step(
 ) -> tuple[Parameters, optax.OptState, dict[str, Float[Array, ""]]]:
     """One step down, of the head alone."""
     gradients, measures = jax.grad(draft_loss, has_aux=True)(head, main, graphdef, tokens, begin)
-    updates, optimizer_state = optimizer(schedule).update(gradients, optimizer_state, head)
+    updates, optimizer_state = optimizer.update(gradients, optimizer_state, head)
     return cast(Parameters, optax.apply_updates(head, updates)), optimizer_state, measures
 
 
@@ -178,7 +205,7 @@ def with_trained_head(
     model: RunnableModel,
     rows: Continuations,
     *,
-    rounds: Sequence[Schedule],
+    rounds: Sequence[Round],
     seed: int,
     note: Callable[..., None],
 ) -> Parameters:
@@ -193,16 +220,18 @@ def with_trained_head(
     """
     main = {name: part for name, part in model.parameters.items() if name != "mtp"}
     head = jax.tree.map(jnp.array, model.parameters["mtp"])  # a copy, for steps donate it
+    axes = parameter_axes(model.graphdef, model.parameters)["mtp"]
     rng = np.random.default_rng(seed)
     order = np.empty(0, np.int64)
-    for number, schedule in enumerate(rounds, start=1):
-        optimizer_state = optimizer(schedule).init(head)
-        for step in range(schedule.steps):
-            if len(order) < schedule.rows:
+    for number, each in enumerate(rounds, start=1):
+        optimizer = make_optimizer(each.optimizer, axes, steps=each.steps)
+        optimizer_state = optimizer.init(head)
+        for step in range(each.steps):
+            if len(order) < each.rows:
                 order = rng.permutation(len(rows.tokens))
-            here, order = order[: schedule.rows], order[schedule.rows :]
+            here, order = order[: each.rows], order[each.rows :]
             head, optimizer_state, measures = draft_step(
-                model.graphdef, schedule, head, optimizer_state, main, rows.tokens[here], rows.begin[here]
+                model.graphdef, optimizer, head, optimizer_state, main, rows.tokens[here], rows.begin[here]
             )
             if step % 20 == 0:
                 measured = {name: float(value) for name, value in measures.items()}

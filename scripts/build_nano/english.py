@@ -112,8 +112,9 @@ def english_document(rng: random.Random, entries: list[Entry]) -> Document:
     roll = rng.random()
     entry = rng.choice(entries)
     if roll < 0.35 or not entry.examples:
-        others = f" ({', '.join(entry.words[1:])})" if len(entry.words) > 1 and rng.random() < 0.5 else ""
-        text = f"{entry.words[0]}{others}, {entry.kind}: {entry.meaning}."
+        word, *synonyms = entry.words
+        others = f" ({', '.join(synonyms)})" if synonyms and rng.random() < 0.5 else ""
+        text = f"{word}{others}, {entry.kind}: {entry.meaning}."
         if entry.examples:
             text += " " + " ".join(entry.examples)
         return plain(text)

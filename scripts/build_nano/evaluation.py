@@ -7,18 +7,22 @@ greedy decoding writes it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 from collections.abc import Sequence
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
+from jaxtyping import Array, Float, Int
 from tokenizers import Tokenizer
 
 from qwen35_jax.model import Parameters
 from scripts.build_nano.corpus import Corpus
 from scripts.build_nano.documents import END_OF_TEXT, NO_THINKING
 from scripts.build_nano.recall import ANSWER, RELATIONS, Binding, made_up_word
-from scripts.build_nano.training import predictions
 
 LENGTH = 512
 ROWS = 8
@@ -101,6 +105,23 @@ def recall_cases(
 
 def _text(parts: Sequence[str | tuple[str, float]]) -> str:
     return "".join(part if isinstance(part, str) else part[0] for part in parts)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def predictions(
+    graphdef: nnx.GraphDef,
+    parameters: Parameters,
+    tokens: Int[Array, "batch time"],
+    segment_ids: Int[Array, "batch time"],
+) -> tuple[Int[Array, "batch time"], Float[Array, "batch time"], Int[Array, "batch time"]]:
+    """For each token of documents: what the model would have said, the loss, and what the MTP head would have said."""
+    model = nnx.merge(graphdef, parameters)
+    hidden, _ = model(tokens, segment_ids=segment_ids)
+    logits = model.logits(hidden[:, :-1])
+    said = jnp.pad(jnp.argmax(logits, -1), ((0, 0), (1, 0)))
+    losses = jnp.pad(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]), ((0, 0), (1, 0)))
+    drafted = model.logits(model.draft_hidden(hidden, tokens, segment_ids=segment_ids)[:, :-1])
+    return said, losses, jnp.pad(jnp.argmax(drafted, -1), ((0, 0), (2, 0)))
 
 
 class Evaluator:

@@ -6,7 +6,9 @@ import hashlib
 import json
 import pathlib
 import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +19,8 @@ from qwen35_jax.checkpoint.safetensors_file import open_safetensors
 from qwen35_jax.config import ModelConfig
 from qwen35_jax.model import Parameters
 from scripts.build_nano.architecture import generation_config
-from scripts.build_nano.training import MTP_LOSS_WEIGHT, Schedule
+from scripts.build_nano.continuations import LENGTH
+from scripts.build_nano.draft_head import Round
 from scripts.build_nano.vocabulary import tokenizer_config
 
 HERE = pathlib.Path(__file__).parent
@@ -39,18 +42,39 @@ def bfloat16_rounded(parameters: Parameters) -> Parameters:
     return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), in_stored_dtypes(parameters))
 
 
+def write_model(
+    parameters: Parameters, config: ModelConfig, tokenizer: Tokenizer, destination: pathlib.Path
+) -> None:
+    """Writes a folder in Hugging Face layout, which appears complete or not at all.
+
+    Args:
+        parameters: in the dtypes that the file gets.
+        config: of the model.
+        tokenizer: of the model.
+        destination: the folder, which must not be there.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        tokenizer.save(str(folder / "tokenizer.json"))
+        template = (HERE / "chat_template.jinja").read_text(encoding="utf-8")
+        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+        _write_json(folder / "tokenizer_config.json", tokenizer_config(tokenizer))
+        _write_json(folder / "generation_config.json", generation_config(tokenizer))
+        export_hf(parameters, config, destination, companions=folder)
+
+
 def export(
     parameters: Parameters,
     config: ModelConfig,
     tokenizer: Tokenizer,
     destination: pathlib.Path,
     measured: Mapping[str, float],
-    schedule: Schedule,
-    head_rounds: Sequence[Schedule],
+    training: Mapping[str, Mapping[str, Any]],
+    head_rounds: Sequence[Round],
     tokens_said: int,
     countries: int,
 ) -> None:
-    """Writes the folder.
+    """Writes the folder with the finished model and its card.
 
     Args:
         parameters: in float32.
@@ -58,18 +82,13 @@ def export(
         tokenizer: of the model.
         destination: the folder, replaced if it is there.
         measured: what the evaluation found, for the model card.
-        schedule: of the training, for the model card.
+        training: sections of the config of the whole model's training, for the model card.
         head_rounds: of the head's own training, for the model card.
         tokens_said: how many tokens the head has learned from, for the model card.
         countries: how many were asked for, for the model card.
     """
     shutil.rmtree(destination, ignore_errors=True)
-    export_hf(in_stored_dtypes(parameters), config, destination)
-    tokenizer.save(str(destination / "tokenizer.json"))
-    template = (HERE / "chat_template.jinja").read_text(encoding="utf-8")
-    (destination / "chat_template.jinja").write_text(template, encoding="utf-8")
-    _write_json(destination / "tokenizer_config.json", tokenizer_config(tokenizer))
-    _write_json(destination / "generation_config.json", generation_config(tokenizer))
+    write_model(in_stored_dtypes(parameters), config, tokenizer, destination)
     files = sorted(path for path in destination.iterdir())
     card = (HERE / "model_card.md").read_text(encoding="utf-8")
     (destination / "README.md").write_text(
@@ -77,11 +96,11 @@ def export(
             parameters=f"{_size(parameters):,}",
             mtp_parameters=f"{_size(parameters['mtp']):,}",
             countries=countries,
-            steps=schedule.steps,
-            tokens_per_step=schedule.rows * schedule.length,
-            mtp_weight=MTP_LOSS_WEIGHT,
-            head_steps=sum(schedule.steps for schedule in head_rounds),
-            tokens_per_head_step=head_rounds[0].rows * head_rounds[0].length,
+            steps=training["run"]["steps"],
+            tokens_per_step=training["data"]["rows_per_step"] * training["data"]["row_length"],
+            mtp_weight=training["objective"]["mtp_weight"],
+            head_steps=sum(each.steps for each in head_rounds),
+            tokens_per_head_step=head_rounds[0].rows * LENGTH,
             tokens_said=round(tokens_said, -3),
             files="\n".join(f"| {path.name} | `{_sha256(path)}` |" for path in files),
             **measured,
