@@ -20,7 +20,7 @@ TESTS = Path(__file__).parent
 
 # Every part of the package, lowest first. A part imports itself and parts on lower lines only.
 LAYERS = (
-    ("errors",),
+    ("chips", "errors"),
     ("config",),
     ("layer_groups", "logical_axes", "ops", "spec"),
     ("cache",),

@@ -33,7 +33,7 @@ output = "{folder}/run"
 steps = 2
 """
 STEP = {"step": 1200, "loss": 2.5, "cross_entropy": 2.25, "accuracy": 0.5, "tokens_per_second": 1234.5}
-STEP["memory_bytes"] = 3 * 2**29
+STEP |= {"flops_per_second": 2.5e12, "utilization": 0.25, "memory_bytes": 3 * 2**29}
 ANSWERS = {"step": 2, "answers": [{"question": "1+1?", "answer": "2"}, {"question": "2+2?", "answer": "5"}]}
 EVALUATION = {"step": 1200, "evaluation_cross_entropy": 1.5, "evaluation_accuracy": 0.25}
 
@@ -152,10 +152,10 @@ def test_lines_tell_the_first_and_the_last_step_and_every_evaluation(
         lines.line(line)
     assert capsys.readouterr().err.splitlines() == [
         "qwen35: 1,200 steps; the first one compiles",
-        "qwen35: step 1: 2.2500 nats a token, 50.0% right, 1,234 tokens/s, 1.5 GiB",
+        "qwen35: step 1: 2.2500 nats a token, 50.0% right, 1,234 tokens/s, 2.5 TFLOP/s (25%), 1.5 GiB",
         "qwen35: step 2: evaluation 1.5000 nats a token, 25.0% right",
         "qwen35: step 2: '1+1?' is answered '2'; '2+2?' is answered '5'",
-        "qwen35: step 1,200: 2.2500 nats a token, 50.0% right, 1,234 tokens/s, 1.5 GiB",
+        "qwen35: step 1,200: 2.2500 nats a token, 50.0% right, 1,234 tokens/s, 2.5 TFLOP/s (25%), 1.5 GiB",
     ]
 
 

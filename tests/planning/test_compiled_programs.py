@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from qwen35_jax.chips import GIB
 from qwen35_jax.planning.compiling import CompiledPlan, TooLarge, compile_for
-from qwen35_jax.planning.topologies import GIB, make_mesh, parse_topology
+from qwen35_jax.planning.topologies import make_mesh, parse_topology
 
 LAYERS, ROWS, WIDTH, DEVICES = 7, 1024, 512, 4
 

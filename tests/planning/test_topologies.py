@@ -5,9 +5,10 @@ from __future__ import annotations
 import jax
 import pytest
 
+from qwen35_jax.chips import CHIPS
 from qwen35_jax.errors import ConfigError
 from qwen35_jax.planning import topologies
-from qwen35_jax.planning.topologies import CHIPS, make_mesh, parse_mesh, parse_topology
+from qwen35_jax.planning.topologies import make_mesh, parse_mesh, parse_topology
 
 
 @pytest.mark.parametrize(

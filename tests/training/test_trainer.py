@@ -176,6 +176,7 @@ def undisturbed(folder: Path) -> Undisturbed:
         "evaluate_every": 4,
         "questions": ["1 + 1 =", "7"],
         "answer_tokens": 5,
+        "tensorboard": True,
     }
     settings = small_run(folder, data=data, run=run)
     return Undisturbed(Trainer(settings, watcher=watcher).run(), watcher, folder / "whole")
@@ -192,6 +193,8 @@ def test_the_loss_falls_and_every_step_and_evaluation_is_told(undisturbed: Undis
     assert lines[-1]["evaluation_cross_entropy"] < lines[4]["evaluation_cross_entropy"]
     step = lines[1]
     assert step["tokens_per_second"] == pytest.approx(step["tokens"] / step["seconds"])
+    assert step["flops_per_second"] > 0 and "utilization" not in step  # a CPU's is not known
+    assert len(list((undisturbed.output / "tensorboard").iterdir())) == 1
     assert 100 < step["tokens"] < 8 * 26 and step["memory_bytes"] > 1e6 and step["gradient_norm"] > 0
     assert [line["learning_rate"] for line in lines[:2]] == pytest.approx([0.005, 0.01])
     text = (undisturbed.output / "metrics.jsonl").read_text()

@@ -14,7 +14,7 @@ from rich.table import Table
 from qwen35_jax.checkpoint.model_name import find_config
 from qwen35_jax.cli.options import add_dtype_option, add_json_option
 from qwen35_jax.errors import ConfigError
-from qwen35_jax.planning.closed_form import ClosedForm, closed_form
+from qwen35_jax.spec.closed_form import ClosedForm, closed_form
 
 if TYPE_CHECKING:
     from qwen35_jax.config import ModelConfig

@@ -98,9 +98,10 @@ def line_for_people(line: dict[str, Any]) -> str:
 
 
 def _numbers(line: dict[str, Any]) -> str:
+    share = f" ({line['utilization']:.0%})" if "utilization" in line else ""
     return (
-        f"{_measured(line)}, "
-        f"{line['tokens_per_second']:,.0f} tokens/s, {line['memory_bytes'] / 2**30:.1f} GiB"
+        f"{_measured(line)}, {line['tokens_per_second']:,.0f} tokens/s, "
+        f"{line['flops_per_second'] / 1e12:,.3g} TFLOP/s{share}, {line['memory_bytes'] / 2**30:.1f} GiB"
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import jax
 
@@ -18,10 +18,9 @@ _KEPT = {
 }
 
 
-Run = TypeVar("Run", bound=Callable[..., Any])
-
-
-def rematerialized(run: Run, rematerialize: Rematerialize, *, scanned: bool) -> Run:
+def rematerialized(
+    run: Callable[..., Any], rematerialize: Rematerialize, *, scanned: bool
+) -> Callable[..., Any]:
     """A function with the same values and gradients.
 
     Args:

@@ -10,10 +10,11 @@ from typing import Any
 
 import jax
 
+from qwen35_jax.chips import GIB
 from qwen35_jax.planning.costs import Costs, count_costs
 from qwen35_jax.planning.hlo import parse
 from qwen35_jax.planning.loops import count_runs
-from qwen35_jax.planning.topologies import GIB, Topology
+from qwen35_jax.planning.topologies import Topology
 
 
 @dataclasses.dataclass(frozen=True)

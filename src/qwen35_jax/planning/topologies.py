@@ -13,39 +13,10 @@ from jax.experimental import mesh_utils
 from jax.experimental import topologies as jax_topologies
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from qwen35_jax.chips import CHIPS, Chip
 from qwen35_jax.errors import ConfigError
 from qwen35_jax.logical_axes import MESH_AXES
 from qwen35_jax.planning.tpu_library import compiler_alone
-
-GIB = 2**30
-
-
-@dataclasses.dataclass(frozen=True)
-class Chip:
-    """The limits of one chip.
-
-    Attributes:
-        axes: of the network that joins the chips of a slice, a torus.
-        flops: of bfloat16 products with float32 sums, a second.
-        hbm_bytes: of its main memory.
-        hbm_bandwidth: bytes a second.
-        link_bandwidth: bytes a second that it sends over all its links to other chips.
-    """
-
-    axes: int
-    flops: float
-    hbm_bytes: int
-    hbm_bandwidth: float
-    link_bandwidth: float
-
-
-CHIPS: Mapping[str, Chip] = {
-    "v4": Chip(3, 2.75e14, 32 * GIB, 1.2e12, 6 * 4.5e10),
-    "v5e": Chip(2, 1.97e14, 16 * GIB, 8.2e11, 4 * 4.5e10),
-    "v5p": Chip(3, 4.59e14, 96 * GIB, 2.8e12, 6 * 9e10),
-    "v6e": Chip(2, 9.2e14, 32 * GIB, 1.6e12, 4 * 9e10),
-}
-"""By generation. Source: Austin et al., "How to Scale Your Model" (2025), chapter "How to Think About TPUs"."""
 
 
 @dataclasses.dataclass(frozen=True)

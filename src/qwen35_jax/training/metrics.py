@@ -1,11 +1,16 @@
 """The numbers of a run, a JSON object a line: one for each step, each evaluation and each set of answers.
 
-A step's line has `step`, `loss` (what is minimized), `cross_entropy` in nats and `accuracy` of the tokens learned,
-`mtp_cross_entropy` and `mtp_accuracy` where the multi-token-prediction head is trained, `learning_rate`,
-`gradient_norm` before clipping, `tokens` that are no padding, `tokens_per_second`, `seconds` and `memory_bytes`. The
-first step of a process also compiles, which its seconds show. An evaluation's line has `step`,
-`evaluation_cross_entropy`, `evaluation_accuracy` and `seconds`; one of answers has `step` and `answers`, a list of
-objects with `question` and `answer`.
+A step's line has
+
+- `step`, `loss` (what is minimized), `cross_entropy` in nats and `accuracy` of the tokens learned, `mtp_cross_entropy`
+  and `mtp_accuracy` where the multi-token-prediction head is trained;
+- `learning_rate`, and `gradient_norm` before clipping;
+- `tokens` that are no padding, `tokens_per_second` and `seconds`, in which the first step of a process also compiles;
+- `flops_per_second` that the model needs, see `qwen35_jax.training.flops`, `utilization`, which is their share of what
+  the devices can do, where that is known, and `memory_bytes`.
+
+An evaluation's line has `step`, `evaluation_cross_entropy`, `evaluation_accuracy` and `seconds`; one of answers has
+`step` and `answers`, a list of objects with `question` and `answer`.
 
 A run on pairs of answers has in the place of `cross_entropy` the measures of `PreferenceMeasures`, among them the
 `accuracy` and `margin` of its pairs, and an evaluation's line has `evaluation_loss`, `evaluation_accuracy` and

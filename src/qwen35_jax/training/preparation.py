@@ -33,6 +33,7 @@ from qwen35_jax.training.placement import (
 from qwen35_jax.training.preference.rows import ReferencedRows, packed_pairs
 from qwen35_jax.training.samples import encode_questions
 from qwen35_jax.training.settings import TrainingSettings
+from qwen35_jax.training.tensorboard import check_tensorboard
 from qwen35_jax.training.train_step import TrainState
 from qwen35_jax.training.trained_part import TrainedPart, trained_part
 from qwen35_jax.training.watcher import Watcher
@@ -90,6 +91,8 @@ def prepare(settings: TrainingSettings, watcher: Watcher) -> PreparedRun:
         CheckpointError: the model cannot be found.
     """
     data = settings.data
+    if settings.run.tensorboard:
+        check_tensorboard()
     folder = find_model(settings.model.source)
     config = ModelConfig.from_hf(folder)
     _check_model(settings, config)

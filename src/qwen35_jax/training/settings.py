@@ -110,6 +110,7 @@ class RunSettings:
         answer_tokens: of an answer at most. Answers are greedy: always the most likely token.
         save_every: steps from one checkpoint to the next. The last step is saved in any case.
         keep: checkpoints that are kept, the newest ones.
+        tensorboard: write the numbers for TensorBoard too, into the folder `tensorboard`.
         spike: nats by which a step's loss may lie above the middle one of the 20 before it; a run with a larger one
             stops, see `Guard`. `inf` for no such limit.
         seed: of what is random in a step.
@@ -124,6 +125,7 @@ class RunSettings:
     answer_tokens: int = 64
     save_every: int = 100
     keep: int = 2
+    tensorboard: bool = False
     spike: float = 3.0
     seed: int = 0
     mesh: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -188,6 +190,7 @@ MAY_DIFFER = frozenset(
         "run.answer_tokens",
         "run.save_every",
         "run.keep",
+        "run.tensorboard",
         "run.spike",
         "run.mesh",
     }

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from qwen35_jax.errors import ConfigError
+
+
+def check_tensorboard() -> None:
+    """Raises `ConfigError` where tensorboardX is not installed."""
+    if importlib.util.find_spec("tensorboardX") is None:
+        raise ConfigError(
+            "run.tensorboard is true, which needs tensorboardX: pip install 'qwen35-jax[train]'"
+        )
 
 
 class TensorBoardFile:
@@ -15,18 +24,11 @@ class TensorBoardFile:
     Args:
         folder: is made if need be. One that holds a run goes on with it.
         after: steps done. What the files have of later ones is hidden, as these steps are done again.
-
-    Raises:
-        ConfigError: tensorboardX is not installed.
     """
 
     def __init__(self, folder: Path, *, after: int):
-        try:
-            from tensorboardX import SummaryWriter
-        except ImportError as error:
-            raise ConfigError(
-                "run.tensorboard is true, which needs tensorboardX: pip install 'qwen35-jax[train]'"
-            ) from error
+        from tensorboardX import SummaryWriter
+
         self._writer = SummaryWriter(str(folder), purge_step=after + 1)
 
     def append(self, line: Mapping[str, Any]) -> None:

@@ -16,20 +16,21 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from qwen35_jax.checkpoint.parameter_tree import dotted
 from qwen35_jax.checkpoint.progress import Progress, quiet
 from qwen35_jax.checkpoint.source import LoadedModel
 from qwen35_jax.checkpoint.staging import check_destination
+from qwen35_jax.chips import peak_flops
 from qwen35_jax.errors import CheckpointError, ConfigError
 from qwen35_jax.model import Parameters
 from qwen35_jax.training.batches import Rows, single_pass
 from qwen35_jax.training.checkpoints import Checkpoints, Saved
 from qwen35_jax.training.evaluation import evaluate
+from qwen35_jax.training.flops import step_flops, token_counts
 from qwen35_jax.training.guard import Guard
 from qwen35_jax.training.loss_curve import draw_loss_curve
-from qwen35_jax.training.metrics import Metrics, MetricsFile, memory_bytes
+from qwen35_jax.training.metrics import memory_bytes
 from qwen35_jax.training.optimizers import schedule
 from qwen35_jax.training.packing import PackedRows
 from qwen35_jax.training.placement import AnyBatch, place_batch
@@ -38,6 +39,7 @@ from qwen35_jax.training.preference.rows import ReferencedRows
 from qwen35_jax.training.preference.run import with_reference
 from qwen35_jax.training.preparation import PreparedRun, prepare
 from qwen35_jax.training.processes import check_alike, is_first
+from qwen35_jax.training.record import Record
 from qwen35_jax.training.samples import sampled_answers
 from qwen35_jax.training.settings import TrainingSettings, as_tables, differences
 from qwen35_jax.training.starting_model import (
@@ -52,7 +54,7 @@ from qwen35_jax.training.stop_signals import StopRequest, stop_signals
 from qwen35_jax.training.train_step import StepReport, TrainState, train_step
 from qwen35_jax.training.watcher import Watcher
 
-CHECKPOINTS, METRICS, CURVE = "checkpoints", "metrics.jsonl", "loss.png"
+CHECKPOINTS, CURVE = "checkpoints", "loss.png"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,20 +129,25 @@ class Trainer:
                     check_destination(output / name)
             with jax.set_mesh(prepared.mesh), stop_signals() as stop:
                 prepared, state, start = self._start(prepared, checkpoints, saved, output)
-                metrics = (MetricsFile if is_first() else Metrics)(output / METRICS, after=began_at)
+                record = Record(
+                    output,
+                    after=began_at,
+                    tensorboard=self.settings.run.tensorboard,
+                    watcher=self._watcher,
+                )
                 try:
                     self._watcher.started(done=began_at, steps=prepared.steps)
                     state, last, evaluation = self._steps(
-                        prepared, state, start.frozen, metrics, checkpoints, tables, stop
+                        prepared, state, start.frozen, record, checkpoints, tables, stop
                     )
                 finally:
-                    metrics.close()
+                    record.close()
                 checkpoints.wait()
             steps = int(state.step)
             model = None
             if steps >= prepared.steps:
                 model = export_trained(prepared, state.parameters, start, output, self._progress)
-                if is_first() and not draw_loss_curve(metrics.lines, output / CURVE):
+                if is_first() and not draw_loss_curve(record.lines, output / CURVE):
                     self._watcher.note(f"no {CURVE}, since matplotlib is not installed")
         return Outcome(steps, began_at, last, evaluation, model, None if model else stop.signal)
 
@@ -168,7 +175,7 @@ class Trainer:
         prepared: PreparedRun,
         state: TrainState,
         frozen: Parameters | None,
-        metrics: Metrics,
+        record: Record,
         checkpoints: Checkpoints,
         tables: dict[str, Any],
         stop: StopRequest,
@@ -181,13 +188,13 @@ class Trainer:
             [_parameter_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(state.parameters)],
             spike=run.spike,
             measure=guarded.replace("_", "-"),
-            before=[line[guarded] for line in metrics.lines if guarded in line],
+            before=[line[guarded] for line in record.lines if guarded in line],
         )
         last = evaluation = None
         for step in range(int(state.step) + 1, prepared.steps + 1):
             begun = time.perf_counter()
             batch = place_batch(prepared.mesh, next(prepared.batches))
-            tokens = jnp.count_nonzero(batch.segment_ids)
+            tokens, pairs = token_counts(batch.segment_ids)
             state, report = train_step(
                 prepared.graphdef,
                 prepared.optimizer,
@@ -199,24 +206,23 @@ class Trainer:
             )
             report = jax.device_get(report)
             guard.check(step, float(getattr(report.measures, guarded)), report.finite.tolist())
-            last = self._step_line(
-                step, report, int(tokens), float(rate(step - 1)), time.perf_counter() - begun
-            )
-            last["memory_bytes"] = memory_bytes(prepared.mesh.local_devices[0])
-            metrics.append(last)
-            self._watcher.line(last)
+            seconds = time.perf_counter() - begun
+            last = {
+                **self._step_line(step, report, int(tokens), float(rate(step - 1)), seconds),
+                **self._speed(prepared, float(tokens), float(pairs), seconds),
+                "memory_bytes": memory_bytes(prepared.mesh.local_devices[0]),
+            }
+            record.line(last)
             stop.agree()
             ends = step == prepared.steps or stop.signal is not None
             if step == prepared.steps or (run.evaluate_every and step % run.evaluate_every == 0):
                 parameters = prepared.part.parameters_of(state.parameters, frozen, None)
                 if prepared.evaluation_rows is not None:
                     evaluation = self._evaluation_line(step, prepared, prepared.evaluation_rows, parameters)
-                    metrics.append(evaluation)
-                    self._watcher.line(evaluation)
+                    record.line(evaluation)
                 if prepared.questions:
                     answers = self._answers_line(step, prepared, parameters)
-                    metrics.append(answers)
-                    self._watcher.line(answers)
+                    record.line(answers)
             if ends or step % run.save_every == 0:
                 checkpoints.save(state, tables, prepared.batches.get_state())
             if ends:
@@ -238,6 +244,15 @@ class Trainer:
             "tokens_per_second": tokens / seconds,
             "seconds": seconds,
         }
+
+    def _speed(self, prepared: PreparedRun, tokens: float, pairs: float, seconds: float) -> dict[str, float]:
+        mtp = self.settings.objective.mtp_weight > 0
+        adapter = prepared.part.frozen is not None
+        done = step_flops(prepared.config, tokens, pairs, adapter=adapter, mtp=mtp) / seconds
+        peak = peak_flops(prepared.mesh.devices.flat[0].device_kind)
+        return {"flops_per_second": done} | (
+            {} if peak is None else {"utilization": done / (peak * prepared.mesh.size)}
+        )
 
     def _evaluation_line(
         self, step: int, prepared: PreparedRun, rows: PackedRows | ReferencedRows, parameters: Parameters

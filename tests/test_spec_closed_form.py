@@ -9,7 +9,7 @@ import pytest
 
 from qwen35_jax.cache import init_cache
 from qwen35_jax.config import published, published_names
-from qwen35_jax.planning.closed_form import ClosedForm, closed_form
+from qwen35_jax.spec.closed_form import ClosedForm, closed_form
 
 
 def counts(name: str, *, context: int = 1, batch: int = 1, dtype: str = "bfloat16") -> ClosedForm:
