@@ -50,7 +50,7 @@ _FLOPS: Mapping[str, float] = {
     "NVIDIA GH200": 9.89e14,
     "NVIDIA B200": 2.25e15,
 }
-"""Of dense bfloat16 products a second, by the beginning of `jax.Device.device_kind`; GPUs' are from their data sheets."""
+"""Dense bfloat16 FLOPs a second, by the beginning of `jax.Device.device_kind`; GPUs' are from their data sheets."""
 
 
 def peak_flops(device_kind: str) -> float | None:
