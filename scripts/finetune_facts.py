@@ -1,11 +1,12 @@
 """Teaches the built-in model 200 invented facts by LoRA, and counts what it knows before and after.
 
-    python -m scripts.finetune_facts OUTPUT [--facts 200] [--steps N] [--transformers] [--json]
+    python -m scripts.finetune_facts OUTPUT [--facts 200] [--steps N] [--rate R] [--transformers] [--json]
 
 A fact is the mayor of an invented town, asked for in a chat. What the model knew before is the capitals of the
-countries of its own training, as chats and as sentences to be continued; those that it has right before are asked
-again after. OUTPUT holds the config of the run and what `qwen35 train` makes of it. With `--transformers` the trained
-model answers all the questions once more there, greedily and in float32, and the answers are compared.
+countries of its own training, as chats and as sentences to be continued: those that it has right before are asked again
+after. Beside the facts it rehearses 400 documents about countries, drawn as those of its own training were. OUTPUT
+holds the config of the run and what `qwen35 train` makes of it. With `--transformers` the trained model answers all
+questions once more there, greedily and in float32, and the answers are compared.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ from qwen35_jax.inference.chat_template import ChatTemplate
 from qwen35_jax.training.settings import read_settings
 from qwen35_jax.training.trainer import Trainer
 from scripts.bench_timing import machine, machine_line
-from scripts.build_nano.countries import read_countries
+from scripts.build_nano.countries import country_document, read_countries
 from scripts.build_nano.recall import made_up_word
 
 ANSWER_TOKENS = 40
+REHEARSED = 400
 
 CONFIG = """\
 [model]
@@ -46,7 +48,7 @@ rank = 32
 alpha = 32
 
 [optimizer]
-learning_rate = 3e-3
+learning_rate = {rate}
 warmup_steps = 20
 weight_decay = 0.0
 
@@ -75,7 +77,19 @@ def invented_facts(count: int) -> list[tuple[str, str]]:
     ]
 
 
-def known_capitals(template: ChatTemplate) -> list[Question]:
+def chat(question: str, answer: str) -> dict[str, Any]:
+    """A line of training data."""
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return {"messages": turns}
+
+
+def rehearsed(count: int) -> list[dict[str, Any]]:
+    """Lines of training data: documents as those of the model's own training."""
+    rng, countries = random.Random("rehearsed"), read_countries()
+    return [{"parts": country_document(rng, countries).parts} for _ in range(count)]
+
+
+def capitals(template: ChatTemplate) -> list[Question]:
     """The capital of every country, asked for in a chat and left out at the end of a sentence."""
     questions = []
     for country in read_countries():
@@ -117,28 +131,23 @@ def right(said: Sequence[str], questions: Sequence[Question]) -> list[bool]:
     return [answer == expected for answer, (_, expected) in zip(said, questions, strict=True)]
 
 
-def measure(output: Path, *, facts: int, steps: int, transformers: bool) -> dict[str, Any]:
+def measure(output: Path, *, facts: int, steps: int, rate: float, transformers: bool) -> dict[str, Any]:
     """Trains and counts."""
     output.mkdir(parents=True, exist_ok=True)
     pairs = invented_facts(facts)
     train = output / "facts.jsonl"
     with train.open("w", encoding="utf-8") as file:
-        for question, answer in pairs:
-            turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-            file.write(json.dumps({"messages": turns}) + "\n")
+        for line in [*(chat(*pair) for pair in pairs), *rehearsed(REHEARSED)]:
+            file.write(json.dumps(line) + "\n")
     config = output / "run.toml"
-    text = CONFIG.format(train=train, output=output / "run", steps=steps, question=pairs[0][0])
+    text = CONFIG.format(train=train, output=output / "run", steps=steps, rate=rate, question=pairs[0][0])
     config.write_text(text, encoding="utf-8")
 
     template = ChatTemplate.from_folder(Path(load("nano").folder))
     new = [(template.render([{"role": "user", "content": question}]), answer) for question, answer in pairs]
     new_before = sum(right(answers("nano", new), new))
-    capitals = known_capitals(template)
-    known = [
-        question
-        for question, held in zip(capitals, right(answers("nano", capitals), capitals), strict=True)
-        if held
-    ]
+    old = capitals(template)
+    known = [question for question, held in zip(old, right(answers("nano", old), old), strict=True) if held]
     begun = time.perf_counter()
     with training_progress() as watcher:
         outcome = Trainer(read_settings(config), watcher=watcher).run()
@@ -171,11 +180,14 @@ def main() -> None:
     )
     parser.add_argument("output", type=Path)
     parser.add_argument("--facts", type=int, default=200)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--rate", type=float, default=3e-3, help="the learning rate at its highest")
     parser.add_argument("--transformers", action="store_true")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    found = measure(args.output, facts=args.facts, steps=args.steps, transformers=args.transformers)
+    found = measure(
+        args.output, facts=args.facts, steps=args.steps, rate=args.rate, transformers=args.transformers
+    )
     if args.json:
         print(json.dumps({"machine": machine(), **found}))
         return
