@@ -123,7 +123,10 @@ def test_a_decay_of_the_last_steps_alone_leaves_the_highest_rate_before_it(kind,
     ],
 )
 def test_muon_has_momentum_and_rate_of_its_own_and_adam_the_others(change, moves_matrices):
-    axes, parameters = small_model()
+    axes, parameters = (tree["decoder"]["groups"][0]["layers"][0]["mixer"] for tree in small_model())
+    axes, parameters = (
+        {name: tree[name] for name in ("q_weight", "A_log", "conv_q")} for tree in (axes, parameters)
+    )
     turned = jax.tree.map(lambda leaf: jnp.flip(leaf, axis=-1), parameters)
 
     def second_update(settings):
