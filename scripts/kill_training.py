@@ -113,7 +113,7 @@ def measure(kills: int, seed: int, folder: Path) -> dict[str, Any]:
     train = folder / "texts.jsonl"
     texts = [f"The code of {number:03d} is {number * 7919 % 1000:03d}." for number in range(200)]
     train.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    steps = 30 * kills
+    steps = 12 * kills
     undisturbed, killed = (Run(folder, name, train, steps) for name in ("undisturbed", "killed"))
     begun = time.monotonic()
     process = undisturbed.start()

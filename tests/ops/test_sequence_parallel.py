@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import textwrap
-from pathlib import Path
 
 import pytest
+
+from tests.several_devices import printed_by
 
 PROGRAM = textwrap.dedent(
     """
@@ -95,20 +92,7 @@ PROGRAM = textwrap.dedent(
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[list[float]]]:
-    environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-        "JAX_PLATFORMS": "cpu",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-    }
-    finished = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=Path(__file__).parents[2],
-    )
-    assert finished.returncode == 0, finished.stderr[-3000:]
-    return json.loads(finished.stdout.splitlines()[-1])
+    return printed_by(PROGRAM, devices=4)
 
 
 @pytest.mark.parametrize("name", ["convolution", "delta rule", "attention"])

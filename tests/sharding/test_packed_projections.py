@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import textwrap
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -16,6 +11,7 @@ from safetensors.numpy import load_file
 
 from qwen35_jax.checkpoint import export_hf
 from qwen35_jax.model import abstract_model
+from tests.several_devices import printed_by
 from tests.small_text_model import FULL, LINEAR, draw, small_config
 
 # 8 rows of q, 8 of k, 12 of v: half of the 28, taken as they lie, would be q and a part of k.
@@ -69,21 +65,8 @@ def found(
     folder = tmp_path_factory.mktemp("packed")
     _, shapes = abstract_model(CONFIG, parameter_dtype="float32", dtype="float32")
     export_hf(jax.tree_util.tree_map_with_path(draw, shapes), CONFIG, folder / "model")
-    environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-        "JAX_PLATFORMS": "cpu",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-    }
-    finished = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(folder)],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-        env=environment,
-    )
-    assert finished.returncode == 0, finished.stderr[-3000:]
     tensors = load_file(folder / "model" / "model.safetensors")
-    return json.loads(finished.stdout.splitlines()[-1]), tensors, dict(np.load(folder / "shards.npz"))
+    return printed_by(PROGRAM, str(folder), devices=2), tensors, dict(np.load(folder / "shards.npz"))
 
 
 def test_b76_logits_over_two_devices_are_those_of_one(found):

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import jax
 
 from qwen35_jax.checkpoint import export_hf
 from qwen35_jax.training.settings import TrainingSettings, settings_from
 from tests.inference.tiny_model import TinyModel, ascii_tokenizer, tiny_model
 
 ROW_LENGTH, ROWS, STEPS = 26, 8, 6
+
+
+@contextlib.contextmanager
+def compiled_quickly() -> Iterator[None]:
+    """Leaves most of XLA's optimizations out within the block: small runs take longer to compile than to be done."""
+    left_out = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", left_out)
 
 
 def write_model(folder: Path, model: TinyModel | None = None) -> Path:

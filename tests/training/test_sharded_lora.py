@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import textwrap
-from pathlib import Path
+
+from tests.several_devices import printed_by
 
 PROGRAM = textwrap.dedent(
     """
@@ -67,20 +64,7 @@ PROGRAM = textwrap.dedent(
 
 
 def test_a_step_over_a_mesh_is_that_of_one_device_and_the_adapter_is_cut_with_its_weights():
-    environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "JAX_PLATFORMS": "cpu",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-    }
-    finished = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-        env=environment,
-    )
-    assert finished.returncode == 0, finished.stderr[-3000:]
-    found = json.loads(finished.stdout.splitlines()[-1])
+    found = printed_by(PROGRAM, devices=8)
     assert found["loss"] <= 1e-5
     assert found["gradients"] <= 1e-5
     assert found["largest"] > 1e-3

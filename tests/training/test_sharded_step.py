@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import textwrap
-from pathlib import Path
 
 import pytest
+
+from tests.several_devices import printed_by
 
 MESHES = {
     "rows over data": {"data": 8},
@@ -97,20 +95,7 @@ PROGRAM = textwrap.dedent(
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, dict]:
-    environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "JAX_PLATFORMS": "cpu",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-    }
-    finished = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(MESHES)],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-        env=environment,
-    )
-    assert finished.returncode == 0, finished.stderr[-3000:]
-    return json.loads(finished.stdout.splitlines()[-1])
+    return printed_by(PROGRAM, json.dumps(MESHES), devices=8)
 
 
 @pytest.mark.parametrize("name", MESHES)

@@ -28,7 +28,7 @@ from qwen35_jax.training.preparation import prepare
 from qwen35_jax.training.trainer import Outcome, Trainer
 from qwen35_jax.training.watcher import Watcher
 from tests.inference.tiny_model import tiny_model
-from tests.training.small_run import STEPS, small_run, write_model, write_texts
+from tests.training.small_run import STEPS, compiled_quickly, small_run, write_model, write_texts
 
 ROOT = Path(__file__).parents[2]
 
@@ -152,12 +152,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             made[settings, steps] = make(settings, axes, steps=steps)
         return made[settings, steps]
 
-    optimizations_left_out = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    with pytest.MonkeyPatch.context() as patch:
+    with compiled_quickly(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(preparation, "make_optimizer", made_once)
         yield folder
-    jax.config.update("jax_disable_most_optimizations", optimizations_left_out)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ from qwen35_jax.training.peft import read_peft
 from qwen35_jax.training.settings import TrainingSettings
 from qwen35_jax.training.trainer import Outcome, Trainer
 from qwen35_jax.training.watcher import Watcher
-from tests.training.small_run import STEPS, small_run, write_model, write_texts
+from tests.training.small_run import STEPS, compiled_quickly, small_run, write_model, write_texts
 
 LORA = {"rank": 3, "alpha": 6, "dropout": 0.1, "targets": ["q_proj", "in_proj_qkv", "down_proj"]}
 
@@ -53,10 +53,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     write_model(folder / "model")
     write_texts(folder / "texts.jsonl")
     write_texts(folder / "few.jsonl", 9)
-    optimizations_left_out = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield folder
-    jax.config.update("jax_disable_most_optimizations", optimizations_left_out)
+    with compiled_quickly():
+        yield folder
 
 
 @pytest.fixture(scope="module")

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import textwrap
-from pathlib import Path
+
+from tests.several_devices import printed_by
 
 PROGRAM = textwrap.dedent(
     """
@@ -89,20 +86,7 @@ PROGRAM = textwrap.dedent(
 
 
 def test_measures_gradients_and_references_of_pairs_are_those_of_one_device_where_rows_time_and_vocabulary_are_cut():
-    environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "JAX_PLATFORMS": "cpu",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-    }
-    finished = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[3],
-        env=environment,
-    )
-    assert finished.returncode == 0, finished.stderr[-3000:]
-    result = json.loads(finished.stdout.splitlines()[-1])
+    result = printed_by(PROGRAM, devices=8)
     assert result["pairs"] == 12
     assert max(result["loss"], result["measures"], result["reference"]) <= 1e-5
     error, parameter = result["gradients"]

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
@@ -18,7 +17,7 @@ from qwen35_jax.training.preference.objective import Preference
 from qwen35_jax.training.settings import TrainingSettings, settings_from
 from qwen35_jax.training.trainer import Outcome, Trainer
 from qwen35_jax.training.watcher import Watcher
-from tests.training.small_run import STEPS, small_run, write_model
+from tests.training.small_run import STEPS, compiled_quickly, small_run, write_model
 
 PREFERENCE = Preference(beta=0.5, rematerialize="none")
 
@@ -60,10 +59,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     write_model(folder / "model")
     write_pairs(folder / "pairs.jsonl", 20)
     write_pairs(folder / "few.jsonl", 5)
-    optimizations_left_out = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield folder
-    jax.config.update("jax_disable_most_optimizations", optimizations_left_out)
+    with compiled_quickly():
+        yield folder
 
 
 @pytest.fixture(scope="module")
