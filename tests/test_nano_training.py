@@ -17,7 +17,6 @@ from tokenizers import Tokenizer
 from qwen35_jax.checkpoint import load_hf
 from qwen35_jax.config import ModelConfig
 from qwen35_jax.model import abstract_model
-from qwen35_jax.training import trainer
 from qwen35_jax.training.packed_files import packed_file
 from qwen35_jax.training.settings import OptimizerSettings
 from qwen35_jax.training.trainer import Outcome
@@ -31,8 +30,8 @@ from scripts.build_nano.draft_head import ROUNDS
 from scripts.build_nano.evaluation import predictions
 from scripts.build_nano.export import HERE, bfloat16_rounded, export
 from scripts.build_nano.training import Tables, read_tables, settings_in, train
-from tests.small_text_model import COMPILE_QUICKLY
 from tests.test_nano import FOLDER
+from tests.training.small_run import compiled_quickly
 
 SEED, STEPS, ROWS, LENGTH = 3, 4, 2, 176
 SMALL: dict[str, dict[str, Any]] = {
@@ -75,16 +74,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     }
     config = ModelConfig.from_hf(hf_config(corpus.tokenizer) | cut)
     tables = {name: {**table, **SMALL.get(name, {})} for name, table in read_tables().items()}
-    plain_step: Any = trainer.train_step
-    quick_step = jax.jit(
-        plain_step.__wrapped__,
-        static_argnums=(0, 1, 2),
-        static_argnames="parameters_of",
-        donate_argnames="state",
-        compiler_options=COMPILE_QUICKLY,
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "train_step", quick_step)
+    with compiled_quickly():
         outcome = train(folder, corpus, config, tables, seed=SEED, watcher=Watcher())
     return Run(folder, corpus, config, tables, outcome)
 
