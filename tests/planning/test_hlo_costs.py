@@ -253,3 +253,29 @@ ENTRY %main (a: bf16[5,64], b: bf16[5,64]) -> f32[5] {
 """
     )
     assert count_costs(module, count_runs(module), devices=1).flops == 2 * 5 * 64
+
+
+def test_an_array_that_a_fusion_in_a_fusion_hands_on_is_read():
+    module = parse(
+        """
+%reshaped (i: bf16[64,32]) -> bf16[32,64] {
+  %i = bf16[64,32]{1,0} parameter(0)
+  ROOT %b = bf16[32,64]{1,0} bitcast(%i)
+}
+
+%product (p: bf16[64,32], q: bf16[5,32]) -> f32[5,64] {
+  %p = bf16[64,32]{1,0} parameter(0)
+  %q = bf16[5,32]{1,0} parameter(1)
+  %f = bf16[32,64]{1,0} fusion(%p), kind=kLoop, calls=%reshaped
+  ROOT %d = f32[5,64]{1,0} dot(%q, %f), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+ENTRY %main (w: bf16[64,32], x: bf16[5,32]) -> f32[5,64] {
+  %w = bf16[64,32]{1,0} parameter(0)
+  %x = bf16[5,32]{1,0} parameter(1)
+  ROOT %y = f32[5,64]{1,0} fusion(%w, %x), kind=kOutput, calls=%product
+}
+"""
+    )
+    costs = count_costs(module, count_runs(module), devices=1)
+    assert costs.hbm_bytes == 64 * 32 * 2 + 5 * 32 * 2 + 5 * 64 * 4

@@ -258,7 +258,11 @@ def _read_bytes(module: Module, fused: Computation, value: Instruction) -> int:
             total += _read_bytes(module, fused, user)
         elif user.opcode == "fusion":
             inner = module.computations[user.calls[0]]
-            total += sum(_read_bytes(module, inner, inner.parameters[place]) for place in places)
+            handed_on = _behind(inner, inner.root, through=("bitcast",))
+            for parameter in (inner.parameters[place] for place in places):
+                total += _read_bytes(module, inner, parameter)
+                if handed_on is parameter:
+                    total += _read_bytes(module, fused, user)
         elif user.opcode in _SLICES and places == [0]:
             total += user.shapes[0].nbytes
         elif user.opcode == "dynamic-update-slice" and places == [0]:
@@ -283,9 +287,11 @@ def _written_bytes(module: Module, fused: Computation, result: Instruction) -> i
     return sum(shape.nbytes for shape in result.shapes)
 
 
-def _behind(computation: Computation, value: Instruction) -> Instruction:
+def _behind(
+    computation: Computation, value: Instruction, *, through: tuple[str, ...] = ("bitcast", "copy", "convert")
+) -> Instruction:
     """What a value is, seen through copies in other types and shapes."""
-    while value.opcode in ("bitcast", "copy", "convert") and value.operands:
+    while value.opcode in through and value.operands:
         value = computation.instructions[value.operands[0]]
     return value
 
