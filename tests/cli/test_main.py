@@ -142,6 +142,15 @@ def test_too_little_memory_is_one_line_that_says_what_to_do(command, capsys, whe
     assert err.count("\n") == 1
 
 
+def test_a_run_with_too_little_memory_is_told_the_settings_that_take_less(command, capsys):
+    command(raises(MemoryError()))
+    assert cli.main(["train"]) == 2
+    assert capsys.readouterr().err == (
+        "qwen35: error: the computer has too little memory: take more micro_batches or shorter rows, compute all again "
+        "([objective] rematerialize), train with [lora], or take a smaller model\n"
+    )
+
+
 @pytest.mark.parametrize(
     "error", [jax.errors.JaxRuntimeError("INTERNAL: broken"), RuntimeError("RESOURCE_EXHAUSTED: not JAX's")]
 )

@@ -92,11 +92,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OUTPUT_CLOSED
     except MemoryError as error:
-        return _fail(_out_of_memory("the computer", error))
+        return _fail(_out_of_memory("the computer", error, training=arguments[:1] == ["train"]))
     except RuntimeError as error:
         if not _is_out_of_device_memory(error):
             raise
-        return _fail(_out_of_memory("the device", error))
+        return _fail(_out_of_memory("the device", error, training=arguments[:1] == ["train"]))
     except OSError as error:
         # A full disk, a missing permission: the system's own words name the file.
         return _fail(str(error))
@@ -142,14 +142,14 @@ def _is_out_of_device_memory(error: RuntimeError) -> bool:
     )
 
 
-def _out_of_memory(where: str, error: Exception) -> str:
+def _out_of_memory(where: str, error: Exception, *, training: bool) -> str:
     detail = str(error).strip().partition("\n")[0].removeprefix("RESOURCE_EXHAUSTED: ").rstrip(".")
-    return (
-        f"{where} has too little memory"
-        + (f" ({detail})" if detail else "")
-        + ": give a shorter prompt or ask for"
-        " fewer tokens, use --dtype bfloat16, or take a smaller model"
+    less = (
+        "take more micro_batches or shorter rows, compute all again ([objective] rematerialize), train with [lora]"
+        if training
+        else "give a shorter prompt or ask for fewer tokens, use --dtype bfloat16"
     )
+    return f"{where} has too little memory{f' ({detail})' if detail else ''}: {less}, or take a smaller model"
 
 
 def _unknown(name: str) -> str:
