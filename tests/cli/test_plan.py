@@ -6,11 +6,12 @@ import json
 
 import pytest
 
+from qwen35_jax.chips import GIB
 from qwen35_jax.cli import main as cli
 from qwen35_jax.planning import topologies, train_plan
 from qwen35_jax.planning.compiling import CompiledPlan, Memory, TooLarge, out_of_memory, roofline
 from qwen35_jax.planning.costs import Collective, Costs
-from qwen35_jax.planning.topologies import GIB, parse_topology
+from qwen35_jax.planning.topologies import parse_topology
 from tests.config_files import flat, moe_section
 
 V5E = parse_topology("v5e:2x2")

@@ -29,7 +29,8 @@ class TensorBoardFile:
     def __init__(self, folder: Path, *, after: int):
         from tensorboardX import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder), purge_step=after + 1)
+        # A file is named after the second in which it was begun, and would replace one of the same second.
+        self._writer = SummaryWriter(str(folder), purge_step=after + 1, filename_suffix=f".{after}")
 
     def append(self, line: Mapping[str, Any]) -> None:
         """Writes a line of `metrics.jsonl`: each number under its name, and answers as text."""
