@@ -121,7 +121,7 @@ def measure(kills: int, seed: int, folder: Path) -> dict[str, Any]:
         time.sleep(0.05)
     first_step = time.monotonic() - begun
     errors = process.communicate()[1]
-    # So late that a start gets its share of the steps done, and no later.
+    # So late that a start gets its share of the steps done; once it has, it is killed at once.
     latest = first_step + (time.monotonic() - begun - first_step) / kills
     if not (undisturbed.output / "model").is_dir():
         raise SystemExit(f"the undisturbed run failed: {errors[-2000:]}")
@@ -136,7 +136,11 @@ def measure(kills: int, seed: int, folder: Path) -> dict[str, Any]:
         else:
             wait = rng.uniform(0.0, latest)
             due, moment = (
-                (lambda started=started, wait=wait: time.monotonic() - started > wait),
+                (
+                    lambda started=started, wait=wait, share=(kill + 1) / kills: (
+                        time.monotonic() - started > wait or killed.complete() >= share * steps - 4
+                    )
+                ),
                 f"after {wait:.1f} s",
             )
         errors = killed_when(process, due)
