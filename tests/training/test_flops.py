@@ -5,11 +5,15 @@ from __future__ import annotations
 import jax.numpy as jnp
 import pytest
 
-from qwen35_jax.config import published
-from qwen35_jax.training.flops import step_flops, token_counts
+from qwen35_jax.config import ModelConfig, published
+from qwen35_jax.training.flops import step_work, token_counts
 
 CONFIG = published("Qwen/Qwen3.5-0.8B")
 WEIGHTS, TABLES, PER_EARLIER = 752_016_384, 18_874_368, 24_576
+
+
+def step_flops(config: ModelConfig, tokens: float, pairs: float, *, adapter: bool, mtp: bool) -> float:
+    return step_work(config, adapter=adapter, mtp=mtp).flops(tokens, pairs)
 
 
 def test_tokens_and_pairs_are_counted_document_by_document_and_padding_is_not() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from qwen35_jax.config import ModelConfig
 from qwen35_jax.ops.segments import is_real, positions
-from qwen35_jax.spec import specify
 from qwen35_jax.spec.closed_form import closed_form
 
 FORWARD_AND_BACKWARD, FORWARD_AND_INPUTS = 3, 2
@@ -27,13 +28,27 @@ def token_counts(
     return real.sum(dtype=jnp.float32), earlier.sum()
 
 
-def step_flops(config: ModelConfig, tokens: float, pairs: float, *, adapter: bool, mtp: bool) -> float:
+class StepWork(NamedTuple):
     """Floating-point operations that a step of training needs, whatever is computed again for want of memory.
+
+    Attributes:
+        per_token: of the step.
+        per_pair: of a token and one before it in its document.
+    """
+
+    per_token: float
+    per_pair: float
+
+    def flops(self, tokens: float, pairs: float) -> float:
+        """Of a step with so many tokens and pairs."""
+        return tokens * self.per_token + pairs * self.per_pair
+
+
+def step_work(config: ModelConfig, *, adapter: bool, mtp: bool) -> StepWork:
+    """What a model's steps need.
 
     Args:
         config: of the model.
-        tokens: of the step.
-        pairs: of a token and one before it in its document.
         adapter: the model's own weights stay as they are. The adapter's few products do not count.
         mtp: the multi-token-prediction head learns too: its layer, and the output head once more.
     """
@@ -42,7 +57,7 @@ def step_flops(config: ModelConfig, tokens: float, pairs: float, *, adapter: boo
     per_pair = counts.per_earlier_token
     if mtp:
         text = config.text
-        per_token += specify(config).by_part["mtp"] + text.vocab_size * text.hidden_size
+        per_token += counts.parameters["mtp"] + text.vocab_size * text.hidden_size
         per_pair += 2 * text.num_attention_heads * text.head_dim * text.mtp_num_hidden_layers
     passes = FORWARD_AND_INPUTS if adapter else FORWARD_AND_BACKWARD
-    return 2.0 * passes * (tokens * per_token + pairs * per_pair)
+    return StepWork(2.0 * passes * per_token, 2.0 * passes * per_pair)

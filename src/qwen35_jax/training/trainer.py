@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from qwen35_jax.checkpoint.parameter_tree import dotted
 from qwen35_jax.checkpoint.progress import Progress, quiet
@@ -27,7 +28,7 @@ from qwen35_jax.model import Parameters
 from qwen35_jax.training.batches import Rows, single_pass
 from qwen35_jax.training.checkpoints import Checkpoints, Saved
 from qwen35_jax.training.evaluation import evaluate
-from qwen35_jax.training.flops import step_flops, token_counts
+from qwen35_jax.training.flops import StepWork, step_work, token_counts
 from qwen35_jax.training.guard import Guard
 from qwen35_jax.training.loss_curve import draw_loss_curve
 from qwen35_jax.training.metrics import memory_bytes
@@ -190,6 +191,11 @@ class Trainer:
             measure=guarded.replace("_", "-"),
             before=[line[guarded] for line in record.lines if guarded in line],
         )
+        work = step_work(
+            prepared.config,
+            adapter=prepared.part.frozen is not None,
+            mtp=self.settings.objective.mtp_weight > 0,
+        )
         last = evaluation = None
         for step in range(int(state.step) + 1, prepared.steps + 1):
             begun = time.perf_counter()
@@ -209,7 +215,7 @@ class Trainer:
             seconds = time.perf_counter() - begun
             last = {
                 **self._step_line(step, report, int(tokens), float(rate(step - 1)), seconds),
-                **self._speed(prepared, float(tokens), float(pairs), seconds),
+                **_speed(prepared.mesh, work, float(tokens), float(pairs), seconds),
                 "memory_bytes": memory_bytes(prepared.mesh.local_devices[0]),
             }
             record.line(last)
@@ -245,15 +251,6 @@ class Trainer:
             "seconds": seconds,
         }
 
-    def _speed(self, prepared: PreparedRun, tokens: float, pairs: float, seconds: float) -> dict[str, float]:
-        mtp = self.settings.objective.mtp_weight > 0
-        adapter = prepared.part.frozen is not None
-        done = step_flops(prepared.config, tokens, pairs, adapter=adapter, mtp=mtp) / seconds
-        peak = peak_flops(prepared.mesh.devices.flat[0].device_kind)
-        return {"flops_per_second": done} | (
-            {} if peak is None else {"utilization": done / (peak * prepared.mesh.size)}
-        )
-
     def _evaluation_line(
         self, step: int, prepared: PreparedRun, rows: PackedRows | ReferencedRows, parameters: Parameters
     ) -> dict[str, Any]:
@@ -286,6 +283,12 @@ class Trainer:
             "step": step,
             "answers": [{"question": question, "answer": answer} for question, answer in pairs],
         }
+
+
+def _speed(mesh: Mesh, work: StepWork, tokens: float, pairs: float, seconds: float) -> dict[str, float]:
+    done = work.flops(tokens, pairs) / seconds
+    peak = peak_flops(mesh.devices.flat[0].device_kind)
+    return {"flops_per_second": done} | ({} if peak is None else {"utilization": done / (peak * mesh.size)})
 
 
 def _check_writable(output: Path) -> None:
