@@ -99,6 +99,12 @@ def time_axis() -> str | None:
     return axes[0] if axes else None
 
 
+def over_devices() -> bool:
+    """Inside a program that runs under `jax.set_mesh`: whether the mesh has several devices."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return not mesh.empty and mesh.size > 1
+
+
 def shards_in_program(name: str, size: int) -> int:
     """Inside a program that runs under `jax.set_mesh`: into how many parts `constrained` cuts an axis of this size."""
     mesh = jax.sharding.get_abstract_mesh()
@@ -112,9 +118,9 @@ def constrained(x: Shaped[Array, "..."], *names: str) -> Shaped[Array, "..."]:
     Said at the boundaries of a block, it keeps the compiler from choosing another way of its own, which it does where
     a product leaves it the choice.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
+    if not over_devices():
         return x
+    mesh = jax.sharding.get_abstract_mesh()
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, fitting_partition(mesh, names, x.shape)))
 
 

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from qwen35_jax.logical_axes import constrained, shards_in_program
+from qwen35_jax.logical_axes import constrained, over_devices, shards_in_program
 from qwen35_jax.nn.parameter import compute_dtype_for_state
 from qwen35_jax.ops.linear import linear
 from qwen35_jax.ops.precision import product_precision
@@ -80,7 +80,7 @@ def cross_entropy(
     blocks = -(-time // max(1, logits_in_a_block * devices // (batch * vocabulary)))
     block = -(-time // blocks)
     fill = blocks * block - time
-    pieces = 1 if _over_devices() else _pieces(vocabulary, logits_in_a_piece // (batch * block))
+    pieces = 1 if over_devices() else _pieces(vocabulary, logits_in_a_piece // (batch * block))
 
     def cut(array: Array) -> Array:
         padded = jnp.pad(array, ((0, 0), (0, fill)) + ((0, 0),) * (array.ndim - 2))
@@ -88,11 +88,6 @@ def cross_entropy(
 
     weights = weights.astype(compute_dtype_for_state(hidden.dtype))
     return _sums_of_blocks(cut(hidden), head_weight, cut(targets), cut(weights), z_loss, pieces)
-
-
-def _over_devices() -> bool:
-    mesh = jax.sharding.get_abstract_mesh()
-    return not mesh.empty and mesh.size > 1
 
 
 def _pieces(vocabulary: int, largest: int) -> int:
