@@ -12,9 +12,22 @@ import jax
 
 from qwen35_jax.checkpoint import export_hf
 from qwen35_jax.training.settings import TrainingSettings, settings_from
+from qwen35_jax.training.watcher import Watcher
 from tests.inference.tiny_model import TinyModel, ascii_tokenizer, tiny_model
 
 ROW_LENGTH, ROWS, STEPS = 26, 8, 6
+
+
+class Interrupted(Exception):
+    pass
+
+
+class Interrupting(Watcher):
+    """Ends the run as an accident would, when the checkpoint of step 2 is there or on its way."""
+
+    def line(self, line: dict[str, Any]) -> None:
+        if line["step"] == 4:
+            raise Interrupted
 
 
 @contextlib.contextmanager

@@ -18,8 +18,15 @@ from qwen35_jax.training.lora import LoRA, merged
 from qwen35_jax.training.peft import read_peft
 from qwen35_jax.training.settings import TrainingSettings
 from qwen35_jax.training.trainer import Outcome, Trainer
-from qwen35_jax.training.watcher import Watcher
-from tests.training.small_run import STEPS, compiled_quickly, small_run, write_model, write_texts
+from tests.training.small_run import (
+    STEPS,
+    Interrupted,
+    Interrupting,
+    compiled_quickly,
+    small_run,
+    write_model,
+    write_texts,
+)
 
 LORA = {"rank": 3, "alpha": 6, "dropout": 0.1, "targets": ["q_proj", "in_proj_qkv", "down_proj"]}
 
@@ -33,18 +40,6 @@ def lora_run(folder: Path, output: str, **run: Any) -> TrainingSettings:
         optimizer={"learning_rate": 0.05},
         run={"output": str(folder / output), **questions, **run},
     )
-
-
-class Interrupted(Exception):
-    pass
-
-
-class Interrupting(Watcher):
-    """Ends the run as an accident would, when the checkpoint of step 2 is there or on its way."""
-
-    def line(self, line: dict[str, Any]) -> None:
-        if line["step"] == 4:
-            raise Interrupted
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,14 @@ from qwen35_jax.training.objective import Objective
 from qwen35_jax.training.preference.objective import Preference
 from qwen35_jax.training.settings import TrainingSettings, settings_from
 from qwen35_jax.training.trainer import Outcome, Trainer
-from qwen35_jax.training.watcher import Watcher
-from tests.training.small_run import STEPS, compiled_quickly, small_run, write_model
+from tests.training.small_run import (
+    STEPS,
+    Interrupted,
+    Interrupting,
+    compiled_quickly,
+    small_run,
+    write_model,
+)
 
 PREFERENCE = Preference(beta=0.5, rematerialize="none")
 
@@ -39,18 +45,6 @@ def write_pairs(path: Path, count: int) -> None:
         {"prompt": f"{n}+1", "chosen": f"={n + 1}", "rejected": f"={n - 1} no"} for n in range(1, count + 1)
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-
-
-class Interrupted(Exception):
-    pass
-
-
-class Interrupting(Watcher):
-    """Ends the run as an accident would, when the checkpoint of step 2 is there or on its way."""
-
-    def line(self, line: dict[str, Any]) -> None:
-        if line["step"] == 4:
-            raise Interrupted
 
 
 @pytest.fixture(scope="module")
