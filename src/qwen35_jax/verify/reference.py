@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from safetensors.torch import save_file
@@ -19,7 +19,7 @@ from transformers.modeling_layers import MtpModel
 
 from qwen35_jax.verify.float64 import float64_arithmetic, recompute_rotary_frequencies
 
-ReferenceModel = Qwen3_5ForCausalLM | Qwen3_5ForConditionalGeneration
+ReferenceModel: TypeAlias = Qwen3_5ForCausalLM | Qwen3_5ForConditionalGeneration
 
 
 def draw_weights(model: torch.nn.Module, seed: int) -> None:
